@@ -1,0 +1,20 @@
+"""Context parallelism for long-context inference, as primitives that can be tested without a GPU.
+
+The way of one prompt through these names, top to bottom:
+
+==========================  =================================================================
+`ParallelConfig`            the sizes of a world (pcp, dcp, tp, ep, dp), checked without torch.distributed
+`ParallelGroups`            the process groups of such a world; passed down, never global
+`LoadBalancedCPShard`       cuts prompts over PCP ranks: `plan` (a `CPPlan`), `shard`, `unshard`
+`KVLayout`                  which rank owns the cached row of a token, and at which local index
+`RoundRobinKVShard`         the same with tensors: slots, localised top-k, gather of a context
+`Partial`, `merge_partials` attention over part of the keys with its log-sum-exp, and their exact merge
+`LSEMerge`                  that merge across the ranks of a group
+`HostKVPool`                rows in pages of (pinned) host memory, reference counted
+`plan_reshard`, `Run`       the copies that turn one KV layout into another
+==========================  =================================================================
+
+`cptools.formats` holds the bytes of a cached row, `cptools.kernels` one folder per op with its reference.
+"""
+
+__version__ = "0.1.0"
