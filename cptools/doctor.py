@@ -1,0 +1,130 @@
+"""What this machine has, and which parts of the library therefore run on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+import cptools
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: a thing of the machine, or a part of the library."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """`machine`: what is there. `runs`: which parts of the library run with it, and otherwise what is missing."""
+
+    version: str
+    machine: tuple[Finding, ...]
+    runs: tuple[Finding, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Plain dicts: name -> {"ok", "detail"} under `machine` and under `runs`."""
+
+        def table(findings: tuple[Finding, ...]) -> dict[str, dict[str, object]]:
+            return {f.name: {"ok": f.ok, "detail": f.detail} for f in findings}
+
+        return {**asdict(self), "machine": table(self.machine), "runs": table(self.runs)}
+
+
+def examine(*, timeout: float = 60.0) -> Report:
+    """Look at this machine. Starts no process group; NIXL is imported in a child process that has `timeout` seconds."""
+    gpus = _gpus()
+    machine = (
+        Finding("python", sys.version_info >= (3, 11), f"{platform.python_version()} on {platform.machine()}"),
+        Finding("torch", True, torch.__version__),
+        *gpus,
+        _nccl(),
+        Finding("gloo", dist.is_available() and dist.is_gloo_available(), "in this torch build"),
+        _package("triton"),
+        _package("safetensors"),
+        _nixl(timeout),
+        _pinned(),
+    )
+    ok = {f.name: f.ok for f in machine}
+    gpu = any(f.ok for f in gpus)
+    runs = (
+        Finding("CPU reference path", True, "one rank, float32, bit-reproducible"),
+        _needs("CPU ranks", {"gloo": ok["gloo"]}, "torchrun with the gloo backend"),
+        _needs("GPU", {"a CUDA GPU": gpu}, "the reference ops on CUDA tensors"),
+        _needs("GPU ranks", {"a CUDA GPU": gpu, "NCCL": ok["nccl"]}, "torchrun with the NCCL backend"),
+        _needs("model loader", {"safetensors": ok["safetensors"]}, "models.glm53 from a checkpoint"),
+    )
+    return Report(cptools.__version__, machine, runs)
+
+
+def _needs(name: str, parts: dict[str, bool], what: str) -> Finding:
+    missing = [part for part, there in parts.items() if not there]
+    return Finding(name, not missing, "needs " + " and ".join(missing) if missing else what)
+
+
+def _gpus() -> tuple[Finding, ...]:
+    if not torch.cuda.is_available():
+        reason = "torch was built without CUDA" if torch.version.cuda is None else "CUDA finds no device"
+        return (Finding("gpu", False, reason),)
+    found = []
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        capability = f"sm_{gpu.major}{gpu.minor}"
+        found.append(Finding(f"gpu {i}", True, f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, {capability}"))
+    return tuple(found)
+
+
+def _nccl() -> Finding:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Finding("nccl", False, "not in this torch build")
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return Finding("nccl", True, ".".join(map(str, version)))
+
+
+def _package(name: str) -> Finding:
+    """A package by its metadata only: importing triton may start a driver."""
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, False, "not installed")
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, True, "version unknown")
+
+
+def _nixl(timeout: float) -> Finding:
+    """Imported in a child: the library loads UCX, and a broken set-up ends the process rather than raise."""
+    names = [name for name in ("nixl", "nixl_cu13", "nixl_cu12") if importlib.util.find_spec(name) is not None]
+    if not names:
+        return Finding("nixl", False, "not installed")
+    command = [sys.executable, "-c", f"import {names[0]}._api"]
+    # Without RDMA hardware UCX's ib module can end the process at exit.
+    env = {"UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": "WARN", **os.environ}
+    try:
+        child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("nixl", False, f"import of {names[0]} takes more than {timeout:g} s")
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
+        return Finding("nixl", False, f"import of {names[0]} fails: {lines[-1]}")
+    return Finding("nixl", True, f"{names[0]} imports")
+
+
+def _pinned() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("pinned memory", False, "needs a CUDA GPU; host pools use plain memory")
+    try:
+        torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        return Finding("pinned memory", False, str(error).splitlines()[0])
+    return Finding("pinned memory", True, "page-locked host memory can be allocated")
