@@ -1,0 +1,123 @@
+"""Prefill context parallelism: the new tokens of a step spread over the ranks of a group, and brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cptools.collectives import all_gather_rows, group_coordinates
+from cptools.cp_plan import STRATEGIES, CPPlan, make_cp_plan
+
+
+class LoadBalancedCPShard:
+    """Moves tensors of prompt tokens between packed order and the rows of each rank, by a `CPPlan`.
+
+    For the plans of all ranks of one step, unshard(shard(x)) == x for any dtype and any lengths. Which rank gets which
+    token, and why: `make_cp_plan`.
+
+    Args:
+        group: the ranks that share the prompts; gives (world_size, rank). Not owned. Needed by the collective methods
+            if there is more than one rank.
+        world_size, rank: instead of a group, for planning and `shard` alone.
+        strategy: "zigzag" or "interleave".
+
+    Raises:
+        ValueError: neither or contradicting group and numbers, or no such strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        strategy: str = "zigzag",
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} must be one of {STRATEGIES}")
+        self.group = group
+        self.world_size, self.rank = group_coordinates(group, world_size, rank)
+        self.strategy = strategy
+
+    def plan(self, query_lens: Sequence[int] | Tensor, context_lens: Sequence[int] | Tensor | None = None) -> CPPlan:
+        """This rank's plan of a step: R requests with so many new and so many cached tokens. Local."""
+        return make_cp_plan(
+            query_lens, context_lens, world_size=self.world_size, rank=self.rank, strategy=self.strategy
+        )
+
+    def shard(self, x: Tensor, plan: CPPlan, *, dim: int = 0) -> Tensor:
+        """Packed order -> this rank's rows, as a new tensor. Local; no sync beyond moving the index to x's device.
+
+        Args:
+            x: T tokens along `dim`, any dtype; the same on all ranks.
+
+        Returns:
+            plan.counts[rank] rows along `dim`, row j for the token at plan.positions[j].
+
+        Raises:
+            ValueError: the plan is another rank's or world's, or x does not have its T tokens.
+        """
+        self._check(plan, x, dim, plan.num_tokens)
+        return x.index_select(dim, plan.token_index.to(x.device))
+
+    def unshard(self, x_local: Tensor, plan: CPPlan, *, dim: int = 0) -> Tensor:
+        """This rank's rows -> all T tokens in packed order, on every rank. Collective: one all-gather.
+
+        Args:
+            x_local: plan.counts[rank] rows along `dim`, any dtype.
+
+        Raises:
+            ValueError: the plan is another rank's or world's, x_local does not have its rows, or more than one rank
+                and no group.
+        """
+        self._check(plan, x_local, dim, plan.counts[self.rank])
+        rows = self._gather(x_local.movedim(dim, 0), plan.counts)
+        return rows.index_select(0, plan.restore_index.to(rows.device)).movedim(0, dim)
+
+    def unshard_rows(self, x_local: Tensor, plan: CPPlan, packed_index: Sequence[int] | Tensor) -> Tensor:
+        """Only some tokens of `unshard`, on every rank: the last of each request for its logits, say.
+
+        Collective: one all-gather of just these rows.
+
+        Args:
+            x_local: [plan.counts[rank], ...] of any dtype.
+            packed_index: [n] packed indices in [0, T), the same list on all ranks; in any order, also repeated. A
+                tensor on a GPU costs a sync.
+
+        Returns:
+            [n, ...] in the order asked for.
+
+        Raises:
+            ValueError: as `unshard`, or an index outside [0, T).
+        """
+        self._check(plan, x_local, 0, plan.counts[self.rank])
+        wanted = torch.as_tensor(packed_index, dtype=torch.int64, device="cpu")
+        if wanted.dim() != 1 or (wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < plan.num_tokens):
+            raise ValueError(f"packed_index must be one-dimensional within [0, {plan.num_tokens}), got {packed_index}")
+        stops = torch.tensor(plan.counts).cumsum(0)
+        rank_major = plan.restore_index[wanted]
+        owner = torch.searchsorted(stops, rank_major, right=True)
+        own_rows = rank_major[owner == self.rank] - (stops[self.rank] - plan.counts[self.rank])
+        counts = owner.bincount(minlength=self.world_size).tolist()
+        rows = self._gather(x_local.index_select(0, own_rows.to(x_local.device)), counts)
+        # The rows arrive sorted by owner, the order asked for kept within each.
+        arrival = owner.argsort(stable=True).argsort()
+        return rows.index_select(0, arrival.to(rows.device))
+
+    def _gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        if self.world_size == 1:
+            return rows
+        if self.group is None:
+            raise ValueError(f"a collective over world_size={self.world_size} ranks needs group=")
+        return all_gather_rows(rows, counts, group=self.group)
+
+    def _check(self, plan: CPPlan, x: Tensor, dim: int, rows: int) -> None:
+        if (plan.world_size, plan.rank) != (self.world_size, self.rank):
+            raise ValueError(
+                f"plan is for rank {plan.rank} of {plan.world_size}, this is rank {self.rank} of {self.world_size}"
+            )
+        if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but the plan needs {rows} rows along dim {dim}")
