@@ -1,0 +1,53 @@
+"""Which pages each request holds. A page id means one page on *every* rank of a DCP group: one virtual block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layout import KVLayout
+from .page_allocator import PageAllocator
+
+
+class BlockTables:
+    """Page lists of the open requests of one engine; all ranks keep the same one. Local, integers only."""
+
+    def __init__(self, layout: KVLayout, allocator: PageAllocator) -> None:
+        self.layout = layout
+        self.allocator = allocator
+        self._pages: dict[int, list[int]] = {}
+        self._next = 0
+
+    def open(self) -> int:
+        """A new request without pages; its handle is never used again."""
+        self._next += 1
+        self._pages[self._next] = []
+        return self._next
+
+    def reserve(self, request: int, tokens: int) -> None:
+        """Make room for the first ``tokens`` tokens of a request. All or nothing: PoolExhausted changes no state."""
+        pages = self._held(request)
+        missing = self.layout.pages(tokens) - len(pages)
+        if missing > 0:
+            pages.extend(self.allocator.allocate(missing))
+
+    def close(self, request: int) -> None:
+        """Give the request's pages back."""
+        self.allocator.release(self._held(request))
+        del self._pages[request]
+
+    def table(self, requests: Sequence[int]) -> Tensor:
+        """int64 [R, most pages held], page ids in order, -1 after a request's last page."""
+        held = [self._held(request) for request in requests]
+        out = np.full((len(held), max(map(len, held), default=0)), -1, dtype=np.int64)
+        for row, pages in enumerate(held):
+            out[row, : len(pages)] = pages
+        return torch.from_numpy(out)
+
+    def _held(self, request: int) -> list[int]:
+        if request not in self._pages:
+            raise ValueError(f"request {request} is not open; open: {sorted(self._pages)}")
+        return self._pages[request]

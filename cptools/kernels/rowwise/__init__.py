@@ -1,0 +1,31 @@
+"""Row-wise dense operations: linear, norms, rotary embedding, SwiGLU.
+
+The reference computes in fixed row tiles, so that a row's bits depend on that row alone (batch invariance). On other
+devices the same functions run torch's own kernels on whole tensors.
+"""
+
+from .reference import (
+    ROW_TILE,
+    RopeAngles,
+    head_linear,
+    layer_norm,
+    linear,
+    rms_norm,
+    rope_interleaved,
+    silu,
+    sum_columns,
+    swiglu,
+)
+
+__all__ = [
+    "ROW_TILE",
+    "RopeAngles",
+    "head_linear",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rope_interleaved",
+    "silu",
+    "sum_columns",
+    "swiglu",
+]

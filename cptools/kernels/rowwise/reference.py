@@ -1,0 +1,131 @@
+"""Row-wise operations whose result for a row does not depend on the other rows, nor on how many there are.
+
+A BLAS picks its kernel, and with it the order of summation, by the shape of the call. So on the CPU every product and
+every reduction here is made in tiles of exactly ``ROW_TILE`` rows, a short last tile padded with zeros. Transcendental
+functions are built on ``torch.exp`` over whole tiles, because ``torch.sigmoid`` and ``silu`` treat the tail of a tensor
+differently from its body. Other devices compute the whole tensor at once and are held to tolerances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROW_TILE = 64
+_ALIGN = 64  # bytes; BLAS results may depend on the alignment of their operands
+
+
+def _tiles(x: Tensor, width: int, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+    """Apply fn: [ROW_TILE, D] -> [ROW_TILE, width] over the rows of x [T, D]; result [T, width]."""
+    if x.device.type != "cpu":
+        return fn(x)
+    x = x.contiguous()
+    if x.data_ptr() % _ALIGN:
+        x = x.clone()
+    rows = x.shape[0]
+    out = torch.empty(rows, width, dtype=dtype)
+    whole = rows - rows % ROW_TILE
+    for start in range(0, whole, ROW_TILE):
+        out[start : start + ROW_TILE] = fn(x[start : start + ROW_TILE])
+    if whole < rows:
+        last = x.new_zeros(ROW_TILE, x.shape[1])
+        last[: rows - whole] = x[whole:]
+        out[whole:] = fn(last)[: rows - whole]
+    return out
+
+
+def _check(x: Tensor, width: int, name: str) -> None:
+    if x.dim() != 2 or x.shape[1] != width:
+        raise ValueError(f"{name}: rows must be [T, {width}], got {tuple(x.shape)}")
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D] times weight [O, D] transposed -> [T, O] in x's dtype."""
+    _check(x, weight.shape[1], "linear")
+    return _tiles(x, weight.shape[0], lambda tile: torch.mm(tile, weight.t()), x.dtype)
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """One matrix per head: x [T, H, D], weight [H, D, O] -> [T, H, O] in x's dtype."""
+    heads, depth, width = weight.shape
+    if x.dim() != 3 or x.shape[1:] != (heads, depth):
+        raise ValueError(f"head_linear: x must be [T, {heads}, {depth}], got {tuple(x.shape)}")
+
+    def product(tile: Tensor) -> Tensor:
+        by_head = tile.unflatten(1, (heads, depth)).transpose(0, 1).contiguous()
+        return torch.bmm(by_head, weight).transpose(0, 1).flatten(1)
+
+    return _tiles(x.flatten(1), heads * width, product, x.dtype).unflatten(1, (heads, width))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x * rsqrt(mean(x^2) + eps) over the last dim of x [T, D]; float32 inside, cast before the weight."""
+    _check(x, weight.shape[0], "rms_norm")
+
+    def norm(tile: Tensor) -> Tensor:
+        wide = tile.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(tile.dtype)
+
+    return _tiles(x, x.shape[1], norm, x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm with affine part over the last dim of x [T, D]."""
+    _check(x, weight.shape[0], "layer_norm")
+    return _tiles(
+        x, x.shape[1], lambda tile: torch.nn.functional.layer_norm(tile, weight.shape, weight, bias, eps), x.dtype
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RopeAngles:
+    """cos and sin of position * theta^(-2i / dim), float32 [T, dim / 2]; made once a step, used by every layer."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, dim: int, theta: float) -> RopeAngles:
+        """Angles for absolute positions [T] (integers). Local."""
+        steps = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device)
+        frequencies = 1.0 / (theta ** (steps / dim))
+        column = positions.to(torch.float32).unsqueeze(1)
+        half = dim // 2
+        cos = _tiles(column, half, lambda tile: torch.cos(tile * frequencies), torch.float32)
+        sin = _tiles(column, half, lambda tile: torch.sin(tile * frequencies), torch.float32)
+        return cls(cos, sin)
+
+    def __getitem__(self, rows: slice) -> RopeAngles:
+        return RopeAngles(self.cos[rows], self.sin[rows])
+
+
+def rope_interleaved(x: Tensor, angles: RopeAngles) -> Tensor:
+    """Rotate the pairs (2i, 2i + 1) of the last dim of x [T, D] or [T, H, D]; the pairs stay where they are."""
+    cos, sin = angles.cos.to(x.dtype), angles.sin.to(x.dtype)
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """(silu(x gate^T) * (x up^T)) down^T for x [T, D], gate and up [I, D], down [D, I]."""
+    _check(x, gate.shape[1], "swiglu")
+    gate_t, up_t, down_t = gate.t(), up.t(), down.t()
+    return _tiles(x, down.shape[0], lambda tile: (silu(tile @ gate_t) * (tile @ up_t)) @ down_t, x.dtype)
+
+
+def sum_columns(x: Tensor) -> Tensor:
+    """Sum over dim 1 of x [T, K, ...], left to right: the same order for any T."""
+    total = x[:, 0].clone()
+    for column in range(1, x.shape[1]):
+        total += x[:, column]
+    return total

@@ -1,0 +1,41 @@
+"""Paged cache rows of one format on one device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import IndexRows, MlaRows
+from .kernels.kv_gather import gather_rows
+from .kernels.kv_store import store_rows
+
+
+class PagedRows:
+    """``num_layers`` x ``num_pages`` pages of ``page_size`` rows: uint8 [layers, pages, page_size * row_bytes].
+
+    Memory is not cleared: a row is defined once it was stored. Local; not thread-safe.
+    """
+
+    def __init__(
+        self,
+        row_format: MlaRows | IndexRows,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_layers < 0 or num_pages < 0 or page_size < 1:
+            raise ValueError(f"PagedRows: num_layers={num_layers}, num_pages={num_pages}, page_size={page_size}")
+        self.row_format = row_format
+        self.page_size = page_size
+        shape = (num_layers, num_pages, page_size * row_format.row_bytes)
+        self.pages = torch.empty(shape, dtype=torch.uint8, device=device)
+
+    def store(self, layer: int, slots: Tensor, rows: Tensor) -> None:
+        """rows uint8 [T, row_bytes] -> slots int64 [T]; slot -1 is skipped."""
+        store_rows(self.pages[layer], slots, rows, planes=self.row_format.planes, page_size=self.page_size)
+
+    def gather(self, layer: int, slots: Tensor) -> Tensor:
+        """Rows at slots int64 [T] -> uint8 [T, row_bytes]; slot -1 reads zeros."""
+        return gather_rows(self.pages[layer], slots, planes=self.row_format.planes, page_size=self.page_size)

@@ -1,0 +1,1 @@
+"""Models built from the public API of ``cptools``."""

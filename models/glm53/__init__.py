@@ -1,0 +1,6 @@
+"""GLM-5.3 (``GlmMoeDsaForCausalLM``) over the primitives of ``cptools``."""
+
+from .config import GLM53Config
+from .model import GLM53
+
+__all__ = ["GLM53", "GLM53Config"]

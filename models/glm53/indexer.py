@@ -1,0 +1,39 @@
+"""The lightning indexer: which cached tokens a query attends to.
+
+iq = qr Wq_b^T (32 heads)    ik = LayerNorm(u Wk^T)    the first rope dims of both rotated
+I[s, t] = sum_h w[s, h] H^-0.5 relu(iq[s, h] . ik[t] D^-0.5)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cptools.formats import IndexRows
+from cptools.kernels.rowwise import RopeAngles, layer_norm, linear, rope_interleaved
+
+from .config import GLM53Config
+from .weights import IndexerWeights
+
+KEY_NORM_EPS = 1e-6
+
+
+def index_rows(u: Tensor, w: IndexerWeights, angles: RopeAngles, config: GLM53Config, row_format: IndexRows) -> Tensor:
+    """Index keys of the normed layer input u [T, hidden] -> uint8 [T, row_bytes]."""
+    keys = layer_norm(linear(u, w.wk), w.k_norm_weight, w.k_norm_bias, KEY_NORM_EPS)
+    return row_format.pack(_rotate_first(keys, angles, config))
+
+
+def index_query(
+    qr: Tensor, u: Tensor, w: IndexerWeights, angles: RopeAngles, config: GLM53Config
+) -> tuple[Tensor, Tensor]:
+    """(query [T, heads, dim], head weights [T, heads]) float32, with both scales folded into the weights."""
+    heads, dim = config.index_n_heads, config.index_head_dim
+    query = _rotate_first(linear(qr, w.wq_b).unflatten(1, (heads, dim)), angles, config)
+    weights = linear(u.float(), w.weights_proj) * (heads * dim) ** -0.5
+    return query.float(), weights
+
+
+def _rotate_first(x: Tensor, angles: RopeAngles, config: GLM53Config) -> Tensor:
+    rope = config.qk_rope_head_dim
+    return torch.cat([rope_interleaved(x[..., :rope], angles), x[..., rope:]], dim=-1)

@@ -1,0 +1,218 @@
+"""GLM-5.3: weights, the forward pass over one step, and the simple calls around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cptools import LoadBalancedCPShard, LSEMerge, ParallelGroups, RoundRobinKVShard
+from cptools.block_tables import BlockTables
+from cptools.cp_kv import ContextParallelKV, KVStep
+from cptools.formats import FP8, IndexRows, MlaRows
+from cptools.kernels.rowwise import linear, rms_norm
+from cptools.page_allocator import PageAllocator
+
+from .batch import BatchOutput, Progress, mtp_logits, run_batch
+from .block import SelectionObserver, decoder_block, make_pass
+from .config import GLM53Config
+from .mtp import mtp_hidden
+from .weights import ModelWeights, load_weights
+
+_ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
+
+
+class _Alone(TypedDict, total=False):
+    world_size: int
+    rank: int
+
+
+def _alone_without(group: ProcessGroup | None) -> _Alone:
+    """A module's size and rank where the engine is not split along its axis."""
+    return {} if group is not None else {"world_size": 1, "rank": 0}
+
+
+@dataclass(frozen=True)
+class EngineCache:
+    """Pages of one engine and who holds them."""
+
+    kv: ContextParallelKV
+    tables: BlockTables
+
+
+class GLM53:
+    """A GLM-5.3 family model on one rank of an engine; every rank makes the same calls with the same arguments.
+
+    ``cp``, ``kv`` and ``merge`` are the parallel modules the model works through. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        config: GLM53Config,
+        weights: ModelWeights,
+        *,
+        cp: LoadBalancedCPShard,
+        kv: RoundRobinKVShard,
+        merge: LSEMerge | None = None,
+        kv_rows: Literal["fp32", "bf16", "fp8"] = "fp32",
+        decode_parts: int = 1,
+        sparse_mla_force_mqa: bool = True,
+    ) -> None:
+        if kv_rows not in _ROW_DTYPES:
+            raise ValueError(f"kv_rows={kv_rows!r} is not one of {', '.join(_ROW_DTYPES)}")
+        if decode_parts < 1 or (kv.world_size > 1 and decode_parts not in (1, kv.world_size)):
+            raise ValueError(f"decode_parts={decode_parts} does not fit {kv.world_size} DCP ranks")
+        self.config, self.weights = config, weights
+        self.cp, self.kv, self.merge = cp, kv, merge
+        self.mla = MlaRows(config.kv_lora_rank, config.qk_rope_head_dim, _ROW_DTYPES[kv_rows])
+        self.index = IndexRows(config.index_head_dim, _ROW_DTYPES[kv_rows])
+        self.decode_parts = decode_parts
+        # A prompt of at most top-k tokens selects all of itself, so dense attention over it is the same function.
+        self.dense_up_to = 0 if sparse_mla_force_mqa else config.index_topk
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        parallel: ParallelGroups | None = None,
+        kv_rows: Literal["fp32", "bf16", "fp8"] = "fp32",
+        latent_norm_eps: float | None = None,
+        decode_parts: int = 1,
+        sparse_mla_force_mqa: bool = True,
+        page_size: int = 64,
+        interleave: int = 1,
+    ) -> GLM53:
+        """Load a checkpoint directory of released tensor names (FP32, BF16 or block-FP8, dequantised to ``dtype``).
+
+        parallel: groups of this rank's engine, not owned; without it the model runs alone. kv_rows: format of cached
+        rows. latent_norm_eps: default is config.json's, else 1e-5. decode_parts: sum decode attention as that many
+        DCP ranks would. sparse_mla_force_mqa: False sends prompts of at most top-k tokens through dense attention.
+        interleave, page_size: of the KV layout. Local, no communication.
+
+        Raises ValueError, on all ranks alike, on a config or checkpoint that does not fit, naming every fault.
+        """
+        config = GLM53Config.from_pretrained(path, latent_norm_eps=latent_norm_eps)
+        if parallel is not None:
+            parallel.config.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
+            sizes = parallel.config
+            if sizes.tp > 1 or sizes.ep > 1:
+                raise ValueError(f"tp={sizes.tp}, ep={sizes.ep}: this model splits by tokens only so far (tp=1, ep=1)")
+        cp_group = parallel.pcp if parallel is not None else None
+        dcp_group = parallel.dcp if parallel is not None else None
+        cp = LoadBalancedCPShard(group=cp_group, **_alone_without(cp_group))
+        kv = RoundRobinKVShard(group=dcp_group, interleave=interleave, page_size=page_size, **_alone_without(dcp_group))
+        merge = LSEMerge(group=dcp_group, scatter="none") if dcp_group is not None else None
+        weights = load_weights(path, config, device=device, dtype=dtype)
+        return cls(
+            config,
+            weights,
+            cp=cp,
+            kv=kv,
+            merge=merge,
+            kv_rows=kv_rows,
+            decode_parts=decode_parts,
+            sparse_mla_force_mqa=sparse_mla_force_mqa,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embed.device
+
+    def new_cache(self, num_pages: int) -> EngineCache:
+        """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local."""
+        kv = ContextParallelKV(
+            cp=self.cp,
+            kv=self.kv,
+            merge=self.merge,
+            mla=self.mla,
+            index=self.index,
+            num_layers=self.config.num_cache_layers,
+            index_layers=self.config.index_layers,
+            num_pages=num_pages,
+            decode_parts=self.decode_parts,
+            device=self.device,
+        )
+        return EngineCache(kv, BlockTables(self.kv.layout, PageAllocator(num_pages)))
+
+    def forward(self, token_ids: Tensor, step: KVStep, *, observer: SelectionObserver | None = None) -> Tensor:
+        """Hidden states after the final norm, [local rows, hidden], of this rank's rows of a step.
+
+        token_ids int64 [local rows]: the prompt rows' (``cp.shard`` of the packed ids), then the decode rows'.
+        Collective: per layer one all-gather of new rows (PCP), and with DCP the context gathers of prompts, the
+        exchange of candidates and the LSE merge of decode rows.
+        """
+        run = make_pass(self.config, step, observer)
+        x = self.weights.embed[token_ids]
+        for layer, weights in enumerate(self.weights.layers):
+            x = decoder_block(x, layer, weights, run)
+        return rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
+
+    def mtp_forward(self, next_ids: Tensor, hidden: Tensor, step: KVStep) -> Tensor:
+        """The MTP layer over the same rows: next_ids int64 [local rows] (each row's following token), hidden as
+        ``forward`` gave it -> [local rows, hidden]; ``logits`` of it are the draft logits. Collective as one layer.
+        """
+        if self.weights.mtp is None:
+            raise ValueError("the checkpoint has no MTP layer (num_nextn_predict_layers=0)")
+        run = make_pass(self.config, step)
+        embedding = self.weights.embed[next_ids]
+        return mtp_hidden(embedding, hidden, self.weights.mtp, self.config.num_hidden_layers, run)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> float32 [rows, vocab]. Local."""
+        return linear(hidden, self.weights.lm_head).float()
+
+    def prefill_logits(self, token_ids: Sequence[int], *, last_only: bool = False) -> Tensor:
+        """Logits of a whole prompt, [T, vocab] float32, or [1, vocab] of its last token; the same on all ranks."""
+        out = run_batch(self, [list(token_ids)], 1, prompt_logits="last" if last_only else "all")
+        return out.prompt_logits[0]
+
+    def mtp_logits(self, token_ids: Sequence[int], next_token: int) -> Tensor:
+        """Draft logits [T, vocab] float32 of a whole prompt followed by ``next_token``; the same on all ranks."""
+        return mtp_logits(self, list(token_ids), next_token)
+
+    def generate(self, token_ids: Sequence[int], max_new_tokens: int, *, draft_tokens: int = 0) -> list[int]:
+        """Greedy continuation: new ids only, stops after an eos id."""
+        if draft_tokens != 0:
+            raise ValueError(f"draft_tokens={draft_tokens}: speculative decoding is not built yet, use 0")
+        return run_batch(self, [list(token_ids)], max_new_tokens, stop_at_eos=True).ids[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        chunk: int | None = None,
+        prompt_logits: Literal["last", "all"] = "last",
+        stop_at_eos: bool = False,
+        observer: SelectionObserver | None = None,
+        progress: Progress | None = None,
+        cache: EngineCache | None = None,
+    ) -> BatchOutput:
+        """Prefill a batch and decode it greedily; the same result on all ranks, and for each prompt as if alone.
+
+        chunk: a request computes at most that many prompt tokens a step; a request whose prompt is done decodes
+        beside those still prefilling. cache: pages to use (its requests are closed at the end); by default one that
+        just fits. observer sees every layer's selection, progress is called after each step. Collective.
+
+        Raises ValueError, on all ranks and before any work, on an empty prompt, a token outside the vocabulary, a
+        length beyond max_position_embeddings, or a cache that is too small.
+        """
+        return run_batch(
+            self,
+            [list(prompt) for prompt in prompts],
+            max_new_tokens,
+            chunk=chunk,
+            prompt_logits=prompt_logits,
+            stop_at_eos=stop_at_eos,
+            observer=observer,
+            progress=progress,
+            cache=cache,
+        )
