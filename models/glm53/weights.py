@@ -7,7 +7,6 @@ released config.json names modules that do not exist.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.glm53.config import GLM53Config
+from .block_fp8 import dequantise_blocks, quantise_blocks, scale_name, scale_shape
+from .config import GLM53Config
 
 Shape = tuple[int, ...]
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 # What the released block-FP8 build leaves in BF16, besides everything that is not a matrix.
 _UNQUANTISED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight", "eh_proj.weight")
 
@@ -209,7 +208,7 @@ class _Checkpoint:
     def read_into_(self, out: Tensor, name: str) -> None:
         value = self.file_of[name].get_tensor(name)
         if value.dtype == torch.float8_e4m3fn and self.config.weight_block_size is not None:
-            scale = self.file_of[_scale_name(name)].get_tensor(_scale_name(name))
+            scale = self.file_of[scale_name(name)].get_tensor(scale_name(name))
             value = dequantise_blocks(value.to(out.device), scale.to(out.device), self.config.weight_block_size)
         out.copy_(value)
 
@@ -296,11 +295,11 @@ def _faults(
         if found != shape:
             faults.append(f"{name} has shape {list(found)}, not {list(shape)}")
         if dtype == "F8_E4M3" and len(shape) == 2:
-            scales[_scale_name(name)] = _scale_shape(shape, block) if block else ()
+            scales[scale_name(name)] = scale_shape(shape, block) if block else ()
             if block is None:
                 faults.append(f"{name} is F8_E4M3, but config.json gives no weight_block_size")
-            elif _scale_name(name) not in stored:
-                faults.append(f"{name} is F8_E4M3, but {_scale_name(name)} is missing")
+            elif scale_name(name) not in stored:
+                faults.append(f"{name} is F8_E4M3, but {scale_name(name)} is missing")
         elif dtype not in ("F32", "BF16"):
             faults.append(f"{name} has dtype {dtype}, which is not F32, BF16 or, for a matrix, F8_E4M3")
     for name, (found, dtype) in stored.items():
@@ -312,36 +311,6 @@ def _faults(
         elif name not in shapes and not name.endswith("rotary_emb.inv_freq"):
             faults.append(f"{name} is unexpected")
     return faults
-
-
-def _scale_name(weight_name: str) -> str:
-    return weight_name + "_scale_inv"
-
-
-def _scale_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    return tuple(math.ceil(size / side) for size, side in zip(shape, block, strict=True))
-
-
-def quantise_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """[out, in] -> e4m3 [out, in] and fp32 scales [ceil(out / block[0]), ceil(in / block[1])], a block's amax / 448."""
-    rows, columns = weight.shape
-    scale_rows, scale_columns = _scale_shape((rows, columns), block)
-    padded = weight.new_zeros(scale_rows * block[0], scale_columns * block[1], dtype=torch.float32)
-    padded[:rows, :columns] = weight
-    amax = padded.view(scale_rows, block[0], scale_columns, block[1]).abs().amax(dim=(1, 3))
-    scale = amax.clamp(min=1e-12) / _FP8_MAX
-    # Rounding of the quotient may pass the largest e4m3 value, and the cast does not saturate everywhere.
-    quotient = (weight.float() / _spread(scale, weight.shape, block)).clamp(-_FP8_MAX, _FP8_MAX)
-    return quotient.to(torch.float8_e4m3fn), scale
-
-
-def dequantise_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """The fp32 matrix [out, in] that ``quantise_blocks`` stands for; the last blocks may be partial."""
-    return weight.float().mul_(_spread(scale, weight.shape, block))
-
-
-def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    return scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 def save_checkpoint(path: str | Path, config: GLM53Config, tensors: Mapping[str, Tensor]) -> None:
@@ -380,7 +349,7 @@ def random_tensors(config: GLM53Config, *, seed: int, fp8: bool = False) -> dict
 def _as_released_fp8(name: str, value: Tensor, block: tuple[int, int] | None) -> dict[str, Tensor]:
     if block is not None and is_released_as_fp8(name, value.shape):
         quantised, scale = quantise_blocks(value, block)
-        return {name: quantised, _scale_name(name): scale}
+        return {name: quantised, scale_name(name): scale}
     keeps_fp32 = name.endswith("e_score_correction_bias")
     return {name: value if keeps_fp32 else value.to(torch.bfloat16)}
 
