@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,12 +27,19 @@ class BlockTables:
         self._pages[self._next] = []
         return self._next
 
-    def reserve(self, request: int, tokens: int) -> None:
-        """Make room for the first ``tokens`` tokens of a request. All or nothing: PoolExhausted changes no state."""
-        pages = self._held(request)
-        missing = self.layout.pages(tokens) - len(pages)
-        if missing > 0:
-            pages.extend(self.allocator.allocate(missing))
+    def reserve(self, tokens: Mapping[int, int]) -> None:
+        """Make room for the first ``tokens[request]`` tokens of each request. All or nothing, over all of them.
+
+        Raises PoolExhausted if the pages do not suffice and ValueError for a request that is not open; both change
+        nothing.
+        """
+        missing = {
+            request: max(self.layout.pages(length) - len(self._held(request)), 0) for request, length in tokens.items()
+        }
+        pages = self.allocator.allocate(sum(missing.values()))
+        for request, count in missing.items():
+            self._pages[request].extend(pages[:count])
+            del pages[:count]
 
     def close(self, request: int) -> None:
         """Give the request's pages back."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -13,15 +12,16 @@ from torch.distributed import ProcessGroup
 
 from cptools import LoadBalancedCPShard, LSEMerge, ParallelGroups, RoundRobinKVShard
 from cptools.block_tables import BlockTables
-from cptools.cp_kv import ContextParallelKV, KVStep
+from cptools.cp_kv import ContextParallelKV
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
 from cptools.page_allocator import PageAllocator
 
-from .batch import BatchOutput, Progress, mtp_logits, run_batch
+from .batch import BatchOutput, Progress, run_batch
 from .block import SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .mtp import mtp_hidden
+from .step import EngineCache, StepResult, check_ids, local_ids, plan_step
 from .weights import ModelWeights, load_weights
 
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
@@ -35,14 +35,6 @@ class _Alone(TypedDict, total=False):
 def _alone_without(group: ProcessGroup | None) -> _Alone:
     """A module's size and rank where the engine is not split along its axis."""
     return {} if group is not None else {"world_size": 1, "rank": 0}
-
-
-@dataclass(frozen=True)
-class EngineCache:
-    """Pages of one engine and who holds them."""
-
-    kv: ContextParallelKV
-    tables: BlockTables
 
 
 class GLM53:
@@ -142,28 +134,64 @@ class GLM53:
         )
         return EngineCache(kv, BlockTables(self.kv.layout, PageAllocator(num_pages)))
 
-    def forward(self, token_ids: Tensor, step: KVStep, *, observer: SelectionObserver | None = None) -> Tensor:
-        """Hidden states after the final norm, [local rows, hidden], of this rank's rows of a step.
+    def step(
+        self,
+        cache: EngineCache,
+        *,
+        prompts: Mapping[int, Sequence[int]] | None = None,
+        decodes: Mapping[int, Sequence[int]] | None = None,
+        observer: SelectionObserver | None = None,
+    ) -> StepResult:
+        """Compute the next tokens of some requests: the engine's unit of work.
 
-        token_ids int64 [local rows]: the prompt rows' (``cp.shard`` of the packed ids), then the decode rows'.
-        Collective: per layer one all-gather of new rows (PCP), and with DCP the context gathers of prompts, the
-        exchange of candidates and the LSE merge of decode rows.
+        prompts: new prompt ids (a chunk, a whole prompt, a further turn) of requests, behind what they have cached.
+        decodes: sampled ids, one or more (verification), of requests. The phase decides the path of a row, never the
+        number of rows. Collective: per layer one all-gather of new rows (PCP), and with DCP the context gathers of
+        prompts and, for decode rows, the exchange of candidates and the LSE merge.
+
+        Raises ValueError (bad ids, lengths, requests) and PoolExhausted (pages) on all ranks alike, before any work
+        and without a change of state.
         """
-        run = make_pass(self.config, step, observer)
-        x = self.weights.embed[token_ids]
+        prompts, decodes = prompts or {}, decodes or {}
+        plan, decode_ids = plan_step(self, cache, prompts, decodes)
+        ids = local_ids(self, plan, [token for ids in prompts.values() for token in ids], decode_ids)
+        kv = cache.kv.begin(plan, dense_up_to=self.dense_up_to)
+        run = make_pass(self.config, kv, observer)
+        x = self.weights.embed[ids]
         for layer, weights in enumerate(self.weights.layers):
             x = decoder_block(x, layer, weights, run)
-        return rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
+        hidden = rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
+        for request, new_ids in (*prompts.items(), *decodes.items()):
+            cache.lengths[request] += len(new_ids)
+        return StepResult(plan, kv, hidden)
 
-    def mtp_forward(self, next_ids: Tensor, hidden: Tensor, step: KVStep) -> Tensor:
-        """The MTP layer over the same rows: next_ids int64 [local rows] (each row's following token), hidden as
-        ``forward`` gave it -> [local rows, hidden]; ``logits`` of it are the draft logits. Collective as one layer.
+    def mtp_step(self, result: StepResult, next_ids: Sequence[int]) -> Tensor:
+        """Run the MTP layer over the rows of a step -> [local rows, hidden]; ``logits`` of it are draft logits.
+
+        next_ids: for each token of the step, prompts packed and then decode rows, the token that follows it.
+        Collective as one layer of a step.
         """
         if self.weights.mtp is None:
             raise ValueError("the checkpoint has no MTP layer (num_nextn_predict_layers=0)")
-        run = make_pass(self.config, step)
-        embedding = self.weights.embed[next_ids]
-        return mtp_hidden(embedding, hidden, self.weights.mtp, self.config.num_hidden_layers, run)
+        plan = result.plan
+        if len(next_ids) != plan.prompt.num_tokens + plan.decode_rows:
+            raise ValueError(f"{len(next_ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
+        ids = local_ids(self, plan, next_ids[: plan.prompt.num_tokens], next_ids[plan.prompt.num_tokens :])
+        run = make_pass(self.config, result.kv)
+        embedding = self.weights.embed[ids]
+        return mtp_hidden(embedding, result.hidden, self.weights.mtp, self.config.num_hidden_layers, run)
+
+    def prompt_logits(self, result: StepResult) -> Tensor:
+        """Logits of all prompt rows of a step, float32 [T, vocab] in packed order on every rank. Collective (PCP)."""
+        local = self.logits(result.hidden[: result.plan.prompt_rows])
+        return self.cp.unshard(local, result.plan.prompt)
+
+    def last_logits(self, result: StepResult) -> Tensor:
+        """Logits of each prompt's last row, then of all decode rows, float32 on every rank. Collective (PCP)."""
+        prompt, rows = result.plan.prompt, result.plan.prompt_rows
+        ends = torch.tensor(prompt.query_lens, dtype=torch.int64).cumsum(0) - 1
+        last = self.cp.unshard_rows(result.hidden[:rows], prompt, ends)
+        return self.logits(torch.cat([last, result.hidden[rows:]]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> float32 [rows, vocab]. Local."""
@@ -176,7 +204,12 @@ class GLM53:
 
     def mtp_logits(self, token_ids: Sequence[int], next_token: int) -> Tensor:
         """Draft logits [T, vocab] float32 of a whole prompt followed by ``next_token``; the same on all ranks."""
-        return mtp_logits(self, list(token_ids), next_token)
+        ids = list(token_ids)
+        check_ids(self.config, "next_token", [next_token], len(ids))
+        cache = self.new_cache(self.kv.layout.pages(len(ids)))
+        result = self.step(cache, prompts={cache.open(): ids})
+        drafts = self.mtp_step(result, [*ids[1:], next_token])
+        return self.cp.unshard(self.logits(drafts), result.plan.prompt)
 
     def generate(self, token_ids: Sequence[int], max_new_tokens: int, *, draft_tokens: int = 0) -> list[int]:
         """Greedy continuation: new ids only, stops after an eos id."""

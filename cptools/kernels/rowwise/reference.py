@@ -67,7 +67,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     def norm(tile: Tensor) -> Tensor:
         wide = tile.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(tile.dtype)
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * (wide * scale).to(tile.dtype)
 
     return _tiles(x, x.shape[1], norm, x.dtype)
 
