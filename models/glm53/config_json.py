@@ -60,19 +60,19 @@ class ConfigReader:
             self.values[name] = value
 
     def take_rope_theta(self) -> None:
-        rope: dict[str, object] = {}
-        for key in ("rope_scaling", "rope_parameters"):
-            value = self.source.get(key)
-            if isinstance(value, Mapping):
-                rope.update(value)
-            elif value is not None:
-                self.problems.append(f"{key}={value!r} is not an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            self.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
-        theta = self._typed({"rope_theta": self.source.get("rope_theta"), **rope}, "rope_theta", float)
-        if theta is not None:
-            self.values["rope_theta"] = theta
+        theta: dict[str, object] = {"rope_theta": self.source.get("rope_theta")}
+        for key in ("rope_scaling", "rope_parameters"):  # the older and the newer name
+            rope = self.source.get(key)
+            if isinstance(rope, Mapping):
+                theta |= rope
+                kind = rope.get("rope_type", rope.get("type", "default"))
+                if kind != "default":
+                    self.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
+            elif rope is not None:
+                self.problems.append(f"{key}={rope!r} is not an object")
+        value = self._typed(theta, "rope_theta", float)
+        if value is not None:
+            self.values["rope_theta"] = value
 
     def take_indexer_types(self) -> None:
         types = self.source.get("indexer_types")
