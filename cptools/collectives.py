@@ -14,6 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 renamed both and warns about the old names, older ones have only these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_coordinates(group: ProcessGroup | None, world_size: int | None, rank: int | None) -> tuple[int, int]:
     """World size and this process's rank, read from `group` or given as two numbers. Local.
@@ -41,12 +45,16 @@ def group_coordinates(group: ProcessGroup | None, world_size: int | None, rank: 
 def as_byte_rows(x: Tensor) -> Tensor:
     """[n, ...] of any dtype as uint8 [n, bytes of a row]; shares memory where x is contiguous. Local."""
     width = math.prod(x.shape[1:]) * x.element_size()
-    return x.detach().contiguous().view(-1).view(torch.uint8).view(x.shape[0], width)
+    return _flat(x.detach()).view(torch.uint8).view(x.shape[0], width)
 
 
 def from_byte_rows(rows: Tensor, like: Tensor) -> Tensor:
     """Inverse of `as_byte_rows`: uint8 [m, bytes of a row] as [m, ...] with row shape and dtype of `like`. Local."""
-    return rows.contiguous().view(-1).view(like.dtype).view(rows.shape[0], *like.shape[1:])
+    flat = _flat(rows)
+    if flat.storage_offset() % like.element_size():
+        # A single row cut out of wider ones is contiguous, at any byte.
+        flat = flat.clone()
+    return flat.view(like.dtype).view(rows.shape[0], *like.shape[1:])
 
 
 def all_gather_rows(x: Tensor, counts: Sequence[int], *, group: ProcessGroup) -> Tensor:
@@ -75,7 +83,7 @@ def all_gather_rows(x: Tensor, counts: Sequence[int], *, group: ProcessGroup) ->
         return x.new_empty((sum(counts), *x.shape[1:]))
     gathered = rows.new_empty(world_size * longest, rows.shape[1])
     padded = torch.nn.functional.pad(rows, (0, 0, 0, longest - counts[rank]))
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    _all_gather(gathered, padded, group=group)
     if min(counts) < longest:
         blocks = gathered.view(world_size, longest, -1)
         gathered = torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
@@ -117,7 +125,7 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """Sum of block `rank` over the ranks. Collective: one reduce-scatter; none if the group has one rank or x is empty.
 
     Args:
-        x: [N, ...] contiguous, N = ranks of the group; block r is this rank's addend for rank r.
+        x: [N, ...], N = ranks of the group; block r is this rank's addend for rank r.
 
     Returns:
         [...], in the dtype of x; the order of the addition is the backend's.
@@ -127,9 +135,10 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup) -> Tensor:
         raise ValueError(f"x has shape {tuple(x.shape)}, but the group has {world_size} ranks")
     if world_size == 1 or x.numel() == 0:
         return x[0]
-    out = x.new_empty(x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
-    return out
+    # Flat, since gloo divides the first dimension only.
+    out = x.new_empty(x.numel() // world_size)
+    _reduce_scatter(out, x.reshape(-1), group=group)
+    return out.view(x.shape[1:])
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup) -> Tensor:
@@ -143,3 +152,8 @@ def all_reduce_sum(x: Tensor, *, group: ProcessGroup) -> Tensor:
     if world_size > 1 and x.numel() > 0:
         dist.all_reduce(total, group=group)
     return total
+
+
+def _flat(x: Tensor) -> Tensor:
+    # Not view(-1): a contiguous tensor of at most one element may have any stride, which view(dtype) then refuses.
+    return x.contiguous().as_strided((x.numel(),), (1,))

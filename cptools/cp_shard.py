@@ -94,9 +94,7 @@ class LoadBalancedCPShard:
             ValueError: as `unshard`, or an index outside [0, T).
         """
         self._check(plan, x_local, 0, plan.counts[self.rank])
-        wanted = torch.as_tensor(packed_index, dtype=torch.int64, device="cpu")
-        if wanted.dim() != 1 or (wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < plan.num_tokens):
-            raise ValueError(f"packed_index must be one-dimensional within [0, {plan.num_tokens}), got {packed_index}")
+        wanted = _as_index(packed_index, plan.num_tokens)
         stops = torch.tensor(plan.counts).cumsum(0)
         rank_major = plan.restore_index[wanted]
         owner = torch.searchsorted(stops, rank_major, right=True)
@@ -121,3 +119,15 @@ class LoadBalancedCPShard:
             )
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ValueError(f"x has shape {tuple(x.shape)}, but the plan needs {rows} rows along dim {dim}")
+
+
+def _as_index(packed_index: Sequence[int] | Tensor, tokens: int) -> Tensor:
+    index = torch.as_tensor(packed_index, device="cpu")
+    if index.numel() == 0 and index.dim() == 1:
+        return index.long()
+    # A mask, too, would pass for numbers.
+    if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"packed_index must be int64 or int32 [n], got {index.dtype} {tuple(index.shape)}")
+    if int(index.min()) < 0 or int(index.max()) >= tokens:
+        raise ValueError(f"packed_index {int(index.min())}..{int(index.max())} is outside the plan's {tokens} tokens")
+    return index.long()

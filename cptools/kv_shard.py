@@ -59,13 +59,10 @@ class RoundRobinKVShard:
         Raises:
             ValueError: a length that is no integer or, unless on a GPU, negative.
         """
-        lens = torch.as_tensor(seq_lens)
-        if lens.numel() == 0:
-            return lens.long()
-        _check_integers("seq_lens", lens)
-        if lens.device.type == "cpu" and int(lens.min()) < 0:
+        lens = _as_lengths(seq_lens)
+        if lens.device.type == "cpu" and lens.numel() and int(lens.min()) < 0:
             raise ValueError(f"seq_lens holds {int(lens.min())}, lengths must be >= 0")
-        return self.layout.local_len(lens.long(), self.rank)
+        return self.layout.local_len(lens, self.rank)
 
     def slot_mapping(self, positions: Tensor, request_ids: Tensor, block_tables: Tensor) -> Tensor:
         """Where in this rank's pages each token's row is stored. Local, no sync.
@@ -163,7 +160,7 @@ class RoundRobinKVShard:
             ValueError: rows_local does not have the rows, out does not fit in shape, dtype, device or is not
                 contiguous, a negative length, or more than one rank and no group.
         """
-        lens = torch.as_tensor(seq_lens, dtype=torch.int64, device="cpu").numpy()
+        lens = _as_lengths(seq_lens).cpu().numpy()
         if lens.ndim != 1 or (lens < 0).any():
             raise ValueError(f"seq_lens must be one-dimensional and >= 0, got {lens.tolist()}")
         local_lens: _Int64 = self.layout.local_len(lens[:, None], np.arange(self.world_size, dtype=np.int64))
@@ -240,6 +237,13 @@ class RoundRobinKVShard:
         position = np.arange(lens.sum()) - (lens.cumsum() - lens).repeat(lens)
         request = np.arange(len(lens)).repeat(lens)
         return begin[self.layout.owner(position), request] + self.layout.local_index(position)
+
+
+def _as_lengths(seq_lens: Sequence[int] | Tensor) -> Tensor:
+    lens = torch.as_tensor(seq_lens)
+    if lens.numel():
+        _check_integers("seq_lens", lens)
+    return lens.long()
 
 
 def _check_integers(name: str, x: Tensor) -> None:
