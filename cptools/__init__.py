@@ -17,4 +17,32 @@ The way of one prompt through these names, top to bottom:
 `cptools.formats` holds the bytes of a cached row, `cptools.kernels` one folder per op with its reference.
 """
 
+from cptools.cp_plan import CPPlan
+from cptools.cp_shard import LoadBalancedCPShard
+from cptools.host_pool import HostKVPool
+from cptools.kv_shard import RoundRobinKVShard
+from cptools.layout import KVLayout
+from cptools.lse_merge import LSEMerge
+from cptools.page_allocator import PoolExhausted
+from cptools.parallel import ParallelGroups
+from cptools.parallel_config import ParallelConfig
+from cptools.partial import Partial, merge_partials
+from cptools.reshard import Run, plan_reshard
+
+__all__ = [
+    "CPPlan",
+    "HostKVPool",
+    "KVLayout",
+    "LSEMerge",
+    "LoadBalancedCPShard",
+    "ParallelConfig",
+    "ParallelGroups",
+    "Partial",
+    "PoolExhausted",
+    "RoundRobinKVShard",
+    "Run",
+    "merge_partials",
+    "plan_reshard",
+]
+
 __version__ = "0.1.0"

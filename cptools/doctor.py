@@ -88,7 +88,7 @@ def _gpus() -> tuple[Finding, ...]:
 def _nccl() -> Finding:
     if not (dist.is_available() and dist.is_nccl_available()):
         return Finding("nccl", False, "not in this torch build")
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = torch.cuda.nccl.version()
     return Finding("nccl", True, ".".join(map(str, version)))
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every file of cptools stands in one of these layers; `front` sees all of them, and none of them sees `front`.
 # A name ending in / is a folder.
 LAYERS = {
-    "plans": "layout cp_plan reshard parallel_config page_allocator step_plan".split(),
+    "plans": "layout cp_plan reshard parallel_config page_allocator block_tables step_plan".split(),
     "kernels": "kernels/ formats partial".split(),
     "modules": "collectives cp_shard kv_shard lse_merge parallel host_pool paged_rows cp_kv".split(),
     "front": "__init__ cli doctor".split(),
@@ -102,12 +102,19 @@ OWNERS = {top: {re.sub("[-_.]+", "-", d).lower() for d in ds}
           for top, ds in importlib.metadata.packages_distributions().items()}
 
 class OnlyTorchAndNumpy:
+    def __init__(self, finder):
+        self.finder = finder
+
     def find_spec(self, fullname, path=None, target=None):
         top = fullname.partition(".")[0]
         if top in BLOCKED or top in OWNERS and top != "cptools" and not OWNERS[top] & ALLOWED:
-            raise ModuleNotFoundError(f"{top} is not there", name=top)
+            return None
+        return self.finder.find_spec(fullname, path, target)
 
-sys.meta_path.insert(0, OnlyTorchAndNumpy())
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [OnlyTorchAndNumpy(finder) for finder in sys.meta_path]
 import cptools, cptools.cli
 from cptools import *
 import torch.distributed as dist
