@@ -1,0 +1,1 @@
+"""Programs to run under torchrun; each says how in its first lines."""

@@ -1,0 +1,275 @@
+"""Several ranks against one: prefill and 16 decode steps of a checkpoint, compared number by number.
+
+    torchrun --nproc-per-node 4 examples/verify_parallel.py --checkpoint DIR --pcp 4 --dcp 2 --json
+
+All ranks run the prompts as one batch (with --alone each by itself too). Then the groups are closed and rank 0 runs the
+batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. Exit status:
+0 equal, 1 not equal, 2 wrong flags or checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cptools import ParallelConfig, ParallelGroups
+from cptools.cp_kv import TrafficCounters
+from cptools.parallel import init_world
+from cptools.step_plan import StepPlan
+from examples.world import device_type, refuse
+from models.glm53 import GLM53, GLM53Config
+
+DECODE_STEPS = 16
+
+
+@dataclass
+class PromptResult:
+    """What one prompt gave, on the CPU."""
+
+    logits: Tensor
+    """float32 [T, vocab] of the prompt's positions."""
+    decode_logits: Tensor
+    """float32 [DECODE_STEPS, vocab]."""
+    generated: list[int]
+    """The ids that the decode steps were fed, then the last one they gave."""
+    topk: dict[int, Tensor]
+    """Per layer int64 [T + DECODE_STEPS, K]: positions that each row attends to, ascending, then -1."""
+
+
+@dataclass
+class RankReport:
+    """What a rank of the parallel run did."""
+
+    prompt_rows: int
+    traffic: TrafficCounters
+    digest: str
+    """Of all logits and ids: the same on every rank."""
+
+
+class Selections:
+    """The model's observer: each layer's selection of every prompt, on all ranks. Collective over PCP, per layer."""
+
+    def __init__(self, model: GLM53, prompts: Sequence[Sequence[int]]) -> None:
+        self.model = model
+        self.prompt_left = [len(prompt) for prompt in prompts]
+        self.decode_left = [DECODE_STEPS] * len(prompts)
+        self.parts: list[dict[int, list[Tensor]]] = [defaultdict(list) for _ in prompts]
+        self.prompt_rows = 0
+        self.owners: list[int] = []
+
+    def __call__(self, layer: int, step: StepPlan, prompt_topk: Tensor, decode_topk: Tensor) -> None:
+        if layer == 0:
+            self._count(step)
+        packed = self.model.cp.unshard(prompt_topk, step.prompt)
+        parts = [*packed.split(list(step.prompt.query_lens)), *decode_topk.split(list(step.decode_query_lens))]
+        for prompt, part in zip(self.owners, parts, strict=True):
+            self.parts[prompt][layer].append(part.cpu().clone())
+
+    def _count(self, step: StepPlan) -> None:
+        """A step holds the prompts not yet prefilled, then those not yet decoded, each in the order of the batch."""
+        prefilling = [i for i, left in enumerate(self.prompt_left) if left]
+        decoding = [i for i, left in enumerate(self.decode_left) if left and not self.prompt_left[i]]
+        self.owners = [*prefilling, *decoding]
+        self.prompt_rows += step.prompt_rows
+        for i, rows in zip(prefilling, step.prompt.query_lens, strict=True):
+            self.prompt_left[i] -= rows
+        for i in decoding:
+            self.decode_left[i] -= 1
+
+    def of(self, prompt: int) -> dict[int, Tensor]:
+        return {layer: torch.cat(parts) for layer, parts in self.parts[prompt].items()}
+
+
+def run(
+    model: GLM53, prompts: Sequence[Sequence[int]], chunk: int | None
+) -> tuple[list[PromptResult], TrafficCounters, int]:
+    """Prefill and decode a batch: results per prompt, and this rank's traffic and prompt rows."""
+    selections = Selections(model, prompts)
+    out = model.generate_batch(prompts, DECODE_STEPS + 1, chunk=chunk, prompt_logits="all", observer=selections)
+    results = [
+        PromptResult(out.prompt_logits[i].cpu(), out.decode_logits[i].cpu(), out.ids[i], selections.of(i))
+        for i in range(len(prompts))
+    ]
+    return results, out.traffic, selections.prompt_rows
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Of two tensors of equal shape; infinite where one is NaN, which equals nothing."""
+    difference = torch.where(a == b, 0.0, (a.double() - b.double()).abs())
+    return torch.where(difference.isnan(), math.inf, difference).max().item() if difference.numel() else 0.0
+
+
+def compare(pairs: Sequence[tuple[PromptResult, PromptResult]]) -> dict[str, float | int | bool]:
+    return {
+        "max_logit_diff": max(largest_difference(a.logits, b.logits) for a, b in pairs),
+        "max_decode_logit_diff": max(largest_difference(a.decode_logits, b.decode_logits) for a, b in pairs),
+        "topk_mismatches": sum(int((a.topk[i] != b.topk[i]).any(1).sum()) for a, b in pairs for i in b.topk),
+        "greedy_equal": all(a.generated == b.generated for a, b in pairs),
+    }
+
+
+def digest(results: Sequence[PromptResult]) -> str:
+    sha = hashlib.sha256()
+    for result in results:
+        sha.update(result.logits.numpy().tobytes() + result.decode_logits.numpy().tobytes())
+        sha.update(repr(result.generated).encode())
+    return sha.hexdigest()
+
+
+def dump(folder: Path, prompts: Sequence[Sequence[int]], results: Sequence[PromptResult]) -> None:
+    """Everything of the prompt's rows; of the ids, those that the decode steps were fed."""
+    tensors: dict[str, Tensor] = {}
+    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        tensors[f"p{i}.input_ids"] = torch.tensor(prompt)
+        tensors[f"p{i}.logits"] = result.logits.contiguous()
+        tensors[f"p{i}.generated"] = torch.tensor(result.generated[:DECODE_STEPS])
+        tensors |= {f"p{i}.layer{layer}.topk": topk[: len(prompt)].contiguous() for layer, topk in result.topk.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "parallel.safetensors")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--pcp", type=int, default=1, metavar="W", help="ranks that split the queries of a prompt")
+    parser.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that split one copy of the KV")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that split the heads")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts")
+    parser.add_argument("--dp", type=int, default=1, help="replicas; each runs all prompts")
+    parser.add_argument("--atol", type=float, default=0.0, help="largest difference of logits that counts as equal")
+    parser.add_argument("--alone", action="store_true", help="each prompt by itself too")
+    parser.add_argument("--kv-rows", choices=("fp32", "bf16", "fp8"), default="fp32")
+    parser.add_argument("--chunk", type=int, metavar="n", help="prompt tokens of a request in one step (all)")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--lengths", type=length_list, default=(1, 2, 63, 1021), help="of random prompts (1,2,63,1021)")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE.json", help="a list of lists of token ids")
+    parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
+    parser.add_argument("--draft-tokens", type=int, default=0, metavar="k")
+    parser.add_argument("--interleave", type=int, default=1, help="positions that stay together on a DCP rank")
+    parser.add_argument("--page-size", type=int, default=64, help="rows of a page")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write DIR/parallel.safetensors")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if every rank has a GPU")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for another")
+    return parser.parse_args(argv)
+
+
+def length_list(text: str) -> tuple[int, ...]:
+    return tuple(int(length) for length in text.split(","))
+
+
+def make_prompts(args: argparse.Namespace, config: GLM53Config) -> list[list[int]]:
+    """Random prompts, or the file's. Raises ValueError on any that the model cannot run."""
+    if args.prompts is not None:
+        prompts = json.loads(args.prompts.read_text())
+        if not (isinstance(prompts, list) and all(isinstance(p, list) and {*map(type, p)} <= {int} for p in prompts)):
+            raise ValueError(f"{args.prompts} is not a list of lists of token ids")
+    else:
+        generator = torch.Generator().manual_seed(args.seed)
+        if min(args.lengths) < 1:
+            raise ValueError(f"lengths {args.lengths} must be positive")
+        prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in args.lengths]
+    if not prompts:
+        raise ValueError("there are no prompts")
+    for i, prompt in enumerate(prompts):
+        if not prompt or min(prompt) < 0 or max(prompt) >= config.vocab_size:
+            raise ValueError(f"prompt {i} is empty or has ids outside the vocabulary of {config.vocab_size}")
+        if len(prompt) + DECODE_STEPS > config.max_position_embeddings:
+            raise ValueError(
+                f"prompt {i}: {len(prompt)} tokens and {DECODE_STEPS} decode steps exceed "
+                f"max_position_embeddings={config.max_position_embeddings}"
+            )
+    return prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        device = device_type(args.device)
+        sizes = ParallelConfig(pcp=args.pcp, dcp=args.dcp, tp=args.tp, ep=args.ep, dp=args.dp)
+        if sizes.world_size != int(os.environ["WORLD_SIZE"]):
+            raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
+        if (args.chunk is not None and args.chunk < 1) or args.timeout <= 0 or not args.atol >= 0:
+            raise ValueError(f"--chunk {args.chunk}, --timeout {args.timeout}, --atol {args.atol}: out of range")
+        prompts = make_prompts(args, GLM53Config.from_pretrained(args.checkpoint))
+    except (ValueError, OSError) as error:
+        refuse(error)
+
+    results, alone, reports = run_parallel(args, sizes, device, prompts)
+    if not reports:
+        return 0
+    if args.dump is not None:
+        dump(args.dump, prompts, results)
+    model = load(args, device, decode_parts=args.dcp)
+    reference, traffic, _ = run(model, prompts, None)
+    verdict = compare([*zip(results, reference, strict=True), *zip(alone, reference[: len(alone)], strict=True)])
+    rows = [r.traffic.rows_stored for r in reports]
+    groups = [[rows[rank] for rank in group] for group in sizes.dcp_groups()]
+    report = {
+        **verdict,
+        "kv_bytes_per_rank": [r.traffic.bytes_stored for r in reports],
+        "kv_rows_per_rank": rows,
+        "tokens_per_rank": [r.prompt_rows for r in reports],
+        "kv_bytes_one_rank": traffic.bytes_stored,
+        "kv_rows_one_rank": traffic.rows_stored,
+        # Each DCP group holds every row once, split evenly to one interleave unit a request.
+        "kv_split_even": all(
+            sum(g) == traffic.rows_stored and max(g) - min(g) <= args.interleave * len(prompts) for g in groups
+        ),
+        "ranks_agree": len({r.digest for r in reports}) == 1,
+    }
+    report["equal"] = equal = (
+        max(verdict["max_logit_diff"], verdict["max_decode_logit_diff"]) <= args.atol
+        and verdict["topk_mismatches"] == 0
+        and verdict["greedy_equal"] is True
+        and report["kv_split_even"] is True
+        and (report["ranks_agree"] is True or args.atol > 0)
+    )
+    print("\n".join(f"{name}: {value}" for name, value in report.items()))
+    if args.json:
+        print(json.dumps(report))
+    sys.stdout.flush()
+    return 0 if equal else 1
+
+
+def load(args: argparse.Namespace, device: torch.device | str, **more: object) -> GLM53:
+    shape = {"kv_rows": args.kv_rows, "interleave": args.interleave, "page_size": args.page_size}
+    return GLM53.from_pretrained(args.checkpoint, device=device, **shape, **more)  # type: ignore[arg-type]
+
+
+def run_parallel(
+    args: argparse.Namespace, sizes: ParallelConfig, device: str, prompts: list[list[int]]
+) -> tuple[list[PromptResult], list[PromptResult], list[RankReport]]:
+    """The batch, each prompt alone where asked for, and the reports of all ranks: these on rank 0, elsewhere none."""
+    timeout = timedelta(seconds=args.timeout)
+    with init_world(device, timeout=timeout) as own, ParallelGroups.from_world(sizes, timeout=timeout) as groups:
+        try:
+            model = load(args, own, parallel=groups)
+            if args.draft_tokens:
+                model.generate(prompts[0], DECODE_STEPS, draft_tokens=args.draft_tokens)
+        except ValueError as error:
+            refuse(error)
+        results, traffic, prompt_rows = run(model, prompts, args.chunk)
+        alone = [run(model, [prompt], args.chunk)[0][0] for prompt in prompts] if args.alone else []
+        report = RankReport(prompt_rows, traffic, digest([*results, *alone]))
+        reports: list[RankReport] = [report] * dist.get_world_size()
+        dist.gather_object(report, reports if dist.get_rank() == 0 else None)
+        return results, alone, reports if dist.get_rank() == 0 else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
