@@ -100,7 +100,7 @@ class RoundRobinKVShard:
         if positions.device.type != "cpu":
             return self._slots_unchecked(positions.long(), request_ids.long(), block_tables.long())
         # numpy divides integers by a scalar several times faster than torch, and blocks stay in the cache.
-        t, request, tables = positions.long().numpy(), request_ids.long().numpy(), block_tables.numpy()
+        t, request, tables = positions.long().numpy(), request_ids.long().numpy(), block_tables.contiguous().numpy()
         slots = np.empty(t.shape, np.int64)
         for start in range(0, len(t), _CACHE_BLOCK):
             part = slice(start, start + _CACHE_BLOCK)
@@ -209,7 +209,7 @@ class RoundRobinKVShard:
                 f"position {t[i]} of request {request[i]} needs block {page[i]}, but its table has {blocks} blocks "
                 f"of {self.layout.virtual_block} positions"
             )
-        page_id = tables[request, page].astype(np.int64, copy=False)
+        page_id = tables.take(request * blocks + page).astype(np.int64, copy=False)
         if page_id.min() < 0:
             i = page_id.argmin()
             raise ValueError(
