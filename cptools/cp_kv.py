@@ -55,6 +55,12 @@ class RowBlock:
     """Of a dense block: its request in the step's prompt batch."""
 
 
+def check_decode_parts(decode_parts: int, kv: RoundRobinKVShard) -> None:
+    """ValueError unless decode attention can be summed in that many parts: any number on one rank, else one a rank."""
+    if decode_parts < 1 or (kv.world_size > 1 and decode_parts not in (1, kv.world_size)):
+        raise ValueError(f"decode_parts={decode_parts} does not fit {kv.world_size} DCP ranks")
+
+
 class ContextParallelKV:
     """Paged MLA rows of all layers and index rows of the layers that have an indexer, this rank's shard.
 
@@ -83,8 +89,7 @@ class ContextParallelKV:
         decode_parts: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        if decode_parts < 1 or (kv.world_size > 1 and decode_parts not in (1, kv.world_size)):
-            raise ValueError(f"decode_parts={decode_parts} does not fit {kv.world_size} DCP ranks")
+        check_decode_parts(decode_parts, kv)
         if kv.world_size > 1 and merge is None:
             raise ValueError(f"{kv.world_size} DCP ranks need an LSEMerge")
         self.cp, self.kv, self.merge = cp, kv, merge

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from cptools import LoadBalancedCPShard, LSEMerge, ParallelGroups, RoundRobinKVShard
 from cptools.block_tables import BlockTables
-from cptools.cp_kv import ContextParallelKV
+from cptools.cp_kv import ContextParallelKV, check_decode_parts
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
 from cptools.page_allocator import PageAllocator
@@ -57,8 +57,7 @@ class GLM53:
     ) -> None:
         if kv_rows not in _ROW_DTYPES:
             raise ValueError(f"kv_rows={kv_rows!r} is not one of {', '.join(_ROW_DTYPES)}")
-        if decode_parts < 1 or (kv.world_size > 1 and decode_parts not in (1, kv.world_size)):
-            raise ValueError(f"decode_parts={decode_parts} does not fit {kv.world_size} DCP ranks")
+        check_decode_parts(decode_parts, kv)
         self.config, self.weights = config, weights
         self.cp, self.kv, self.merge = cp, kv, merge
         self.mla = MlaRows(config.kv_lora_rank, config.qk_rope_head_dim, _ROW_DTYPES[kv_rows])

@@ -56,9 +56,10 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     def product(tile: Tensor) -> Tensor:
         by_head = tile.unflatten(1, (heads, depth)).transpose(0, 1).contiguous()
-        return torch.bmm(by_head, weight).transpose(0, 1).flatten(1)
+        mixed: Tensor = torch.bmm(by_head, weight)
+        return mixed.transpose(0, 1).flatten(1)
 
-    return _tiles(x.flatten(1), heads * width, product, x.dtype).unflatten(1, (heads, width))
+    return _tiles(x.flatten(1), heads * width, product, x.dtype).view(x.shape[0], heads, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

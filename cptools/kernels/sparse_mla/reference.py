@@ -41,7 +41,9 @@ def sparse_mla(query: Tensor, rows: Tensor, ids: Tensor, *, scale: float, v_dim:
         tile_ids = ids.new_full((QUERY_TILE, ids.shape[1]), -1, dtype=torch.int64)
         tile_ids[:count] = ids[start:stop]
         unused = (tile_ids < 0) | (tile_ids >= rows.shape[0])
-        keys = rows[tile_ids.masked_fill(unused, 0)].masked_fill_(unused.unsqueeze(2), 0.0)
+        keys = rows[tile_ids.masked_fill(unused, 0)]
+        if bool(unused.any()):
+            keys.masked_fill_(unused.unsqueeze(2), 0.0)  # a weight of 0 does not cancel a NaN
         scores = torch.bmm(padded, keys.transpose(1, 2)).mul_(scale)
         scores.masked_fill_(unused.unsqueeze(1), -torch.inf)
         top = scores.amax(-1, keepdim=True)
