@@ -155,7 +155,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-rows", choices=("fp32", "bf16", "fp8"), default="fp32")
     parser.add_argument("--chunk", type=int, metavar="n", help="prompt tokens of a request in one step (all)")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--lengths", type=length_list, default=(1, 2, 63, 1021), help="of random prompts (1,2,63,1021)")
+    prompts.add_argument("--lengths", type=length_list, default=(1, 2, 63, 1021), help="of random prompts")
     prompts.add_argument("--prompts", type=Path, metavar="FILE.json", help="a list of lists of token ids")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
     parser.add_argument("--draft-tokens", type=int, default=0, metavar="k")
