@@ -88,3 +88,22 @@ def test_mtp_logits(subject: Subject, prompt: int) -> None:
     next_token = subject.oracle.results[prompt]["greedy"][0]
     logits = subject.model.mtp_logits(subject.oracle.prompts[prompt], next_token)
     torch.testing.assert_close(logits, subject.expected(prompt, "mtp.logits"), atol=ATOL, rtol=0)
+
+
+def test_transformers_reads_the_checkpoint_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """config.json and names are the released ones to a reader that is not ours."""
+    from transformers import GlmMoeDsaForCausalLM
+
+    oracle = oracle_case(tmp_path_factory, "tiny")
+    model, report = GlmMoeDsaForCausalLM.from_pretrained(
+        oracle.path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["mismatched_keys"]
+    assert all(name.startswith("model.layers.7.") for name in report["unexpected_keys"])  # it has no MTP layer
+    for layer in model.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = 1e-5
+        layer.self_attn.kv_a_layernorm.variance_epsilon = 1e-5
+    with torch.no_grad():
+        logits = model(oracle.tensors["p2.input_ids"][None]).logits[0]
+    torch.testing.assert_close(logits, oracle.tensors["p2.logits"], atol=1e-5, rtol=0)
