@@ -168,7 +168,8 @@ def run_parallel(
 def compare(checkpoint: Path, prompt: list[int], runs: list[Run], args: argparse.Namespace, device: str) -> bool:
     """The same on this rank alone, decode attention summed in as many parts as there were DCP ranks; report both."""
     model = GLM53.from_pretrained(checkpoint, device=device, kv_rows=args.kv_rows, decode_parts=args.dcp)
-    # One shot: the chunks of the parallel run must not show in its result.
+    # In one piece: the chunks of the parallel run must not show in its result.
+    print(f"  1 rank : {len(prompt):,} tokens in one piece", flush=True)
     alone = generate(model, prompt, argparse.Namespace(**{**vars(args), "chunk": None}), "1 rank ", speaks=True)
     alone.logits, alone.decode_logits = alone.logits.cpu(), alone.decode_logits.cpu()
     print("\n             prompt rows     causal pairs   KV rows      KV MiB   received MiB: new rows   contexts")
