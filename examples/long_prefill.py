@@ -183,14 +183,25 @@ def compare(checkpoint: Path, prompt: list[int], runs: list[Run], args: argparse
     for name, run in ((f"{len(runs)} ranks", runs[0]), ("one rank", alone)):
         print(f"{name:<12}prefill {run.prefill_s:6.1f} s, decode {1e3 * run.decode_s / steps:6.1f} ms a step")
     print(f"generated:  {runs[0].ids}\nas bytes:   {as_text(runs[0].ids)}")
-    equal = {
-        "prompt logits": all(torch.equal(run.logits, alone.logits) for run in runs),
-        "decode logits": all(torch.equal(run.decode_logits, alone.decode_logits) for run in runs),
-        "ids": all(run.ids == alone.ids for run in runs),
-    }
-    print(", ".join(f"{what} {'equal' if same else 'differ'}" for what, same in equal.items()))
-    print(f"equal to one rank: {'yes' if all(equal.values()) else 'no'}", flush=True)
-    return all(equal.values())
+    same = [
+        equal_bits("prompt logits", [run.logits for run in runs], alone.logits),
+        equal_bits("decode logits", [run.decode_logits for run in runs], alone.decode_logits),
+        equal_bits("ids", [torch.tensor(run.ids) for run in runs], torch.tensor(alone.ids)),
+    ]
+    print(f"equal to one rank: {'yes' if all(same) else 'no'}", flush=True)
+    return all(same)
+
+
+def equal_bits(what: str, ranks: list[torch.Tensor], alone: torch.Tensor) -> bool:
+    """Whether every rank has the same bits as one rank; says so, and else in how many rows and by how much."""
+    if all(torch.equal(each, alone) for each in ranks):
+        print(f"{what}: equal")
+        return True
+    rows = [(each - alone).abs().float().view(len(alone), -1).amax(1) for each in ranks]
+    worst = torch.stack(rows).amax(0)
+    size = f", by up to {float(worst.max()):.3g}" if alone.is_floating_point() else ""
+    print(f"{what}: {int((worst != 0).sum()):,} of {len(alone):,} differ{size}")
+    return False
 
 
 if __name__ == "__main__":
