@@ -89,6 +89,7 @@ class ParallelGroups:
                 if rank in ranks:
                     groups[axis] = made
         device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        _wait_for_connections(device_type)
         return cls(config, config.rank_coords(rank), groups, device_type)
 
     def close(self) -> None:
@@ -133,6 +134,7 @@ def init_world(device_type: str, *, timeout: timedelta = timedelta(minutes=5)) -
         raise ValueError(f"device_type={device_type!r} must be 'cpu' or 'cuda'")
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
     try:
+        _wait_for_connections(device_type)
         yield device
     finally:
         dist.destroy_process_group()
@@ -147,6 +149,13 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta, axis: str) -> Process
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     group: ProcessGroup = dist.new_group(list(ranks), timeout=timeout, group_desc=axis, **order)
     return group
+
+
+def _wait_for_connections(device_type: str) -> None:
+    # Gloo connects when a group is made (NCCL at the first use): without this, a rank that soon closes its groups, be
+    # it for an error, breaks the connecting of slower ones, and hides its own message behind theirs.
+    if device_type == "cpu":
+        dist.barrier()
 
 
 def _mesh(config: ParallelConfig, groups: dict[str, ProcessGroup], device_type: str) -> DeviceMesh | None:

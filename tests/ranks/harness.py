@@ -124,6 +124,8 @@ def _serve(connection: Connection, log: str) -> None:
                 "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
             )
             try:
+                # A rank that is done before another has connected would break the other's connecting.
+                dist.barrier()
                 answer = True, fn(rank, world_size, *args)
             finally:
                 dist.destroy_process_group()
