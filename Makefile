@@ -34,7 +34,7 @@ $(VENV)/.develop: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/.runtime
 
 demo: $(VENV)/.runtime
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/long_prefill.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/long_prefill.py --device cpu
 
 test: $(VENV)/.develop
 	$(PYTEST)
