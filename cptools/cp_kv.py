@@ -156,6 +156,7 @@ class KVStep:
 
         self.decode_kv_lens = (plan.decode_positions + 1).to(device)
         self.decode_request_ids = plan.decode_request_ids.to(device)
+        self.decode_tables = plan.decode_tables.to(device)
         decode_lens = torch.tensor(plan.decode_context_lens, dtype=torch.int64) + torch.tensor(
             plan.decode_query_lens, dtype=torch.int64
         )
@@ -322,7 +323,7 @@ class LayerContext:
         slots = cache.kv.slot_mapping(
             torch.where(mine, selected, -1).flatten(),
             step.decode_request_ids[rows].repeat_interleave(k),
-            step.plan.decode_tables.to(cache.device),
+            step.decode_tables,
         )
         keys = cache.mla.unpack_joint(cache.mla_rows.gather(self.layer, slots))
         ids = torch.where(mine, torch.arange(count * k, device=mine.device).view(count, k), -1)
