@@ -149,7 +149,8 @@ class KVStep:
         self.prompt_lens = torch.tensor(prompt.query_lens, dtype=torch.int64) + torch.tensor(
             prompt.context_lens, dtype=torch.int64
         )
-        self.context_slots = self._sequence_slots(kv, self.prompt_lens, plan.prompt_tables).to(device)
+        self.prompt_tables = plan.prompt_tables.to(device)
+        self.prompt_local_lens = kv.local_lens(self.prompt_lens).tolist()
         starts = torch.cumsum(self.prompt_lens, 0) - self.prompt_lens
         self.key_starts = starts[prompt.request_ids].to(device)
         self.kv_lens = prompt.kv_lens.to(device)
@@ -160,24 +161,24 @@ class KVStep:
         decode_lens = torch.tensor(plan.decode_context_lens, dtype=torch.int64) + torch.tensor(
             plan.decode_query_lens, dtype=torch.int64
         )
-        self._part_slots = [
-            self._sequence_slots(part, decode_lens, plan.decode_tables).to(device) for part in cache.parts
-        ]
+        self.decode_local_lens = kv.local_lens(decode_lens).tolist()
         # Lengths are made local per row, after the rows of a verification step are laid out: each sees one token more.
-        self._part_lens = [part.local_lens(plan.decode_positions + 1).to(device) for part in cache.parts]
-        self._part_starts = [
+        self.part_lens = [part.local_lens(plan.decode_positions + 1).to(device) for part in cache.parts]
+        self.part_starts = [
             (lens.cumsum(0) - lens)[plan.decode_request_ids].to(device)
             for lens in (part.local_lens(decode_lens) for part in cache.parts)
         ]
+        self.part_rows = [None] if len(cache.parts) == 1 else [self._rows_of(p, decode_lens) for p in cache.parts]
         self.dense_up_to = dense_up_to
         self.blocks = tuple(self._blocks())
 
-    def _sequence_slots(self, shard: RoundRobinKVShard, lens: Tensor, tables: Tensor) -> Tensor:
-        """Slots of a shard's rows of whole sequences, request after request, in local index order."""
-        local = shard.local_lens(lens)
+    def _rows_of(self, part: RoundRobinKVShard, lens: Tensor) -> Tensor:
+        """Where a part's rows lie among whole sequences packed one after another, in its local index order."""
+        local = part.local_lens(lens)
         request_ids = torch.repeat_interleave(torch.arange(len(local)), local)
         local_index = torch.arange(len(request_ids)) - (local.cumsum(0) - local)[request_ids]
-        return self.cache.kv.slot_mapping(shard.layout.position(shard.rank, local_index), request_ids, tables)
+        starts = (lens.cumsum(0) - lens)[request_ids]
+        return (starts + part.layout.position(part.rank, local_index)).to(self.cache.device)
 
     def _blocks(self) -> Iterator[RowBlock]:
         plan = self.plan
@@ -242,7 +243,10 @@ class LayerContext:
         if with_index:
             place = cache.index_place(layer)
             self.prompt_keys = cache.index.unpack(self._gather(cache.index_rows, place))
-            self._part_keys = [cache.index.unpack(cache.index_rows.gather(place, slots)) for slots in step._part_slots]
+            keys = cache.index.unpack(
+                cache.index_rows.gather_sequences(place, step.decode_tables, step.decode_local_lens)
+            )
+            self._part_keys = [keys if rows is None else keys[rows] for rows in step.part_rows]
 
     def __enter__(self) -> LayerContext:
         return self
@@ -253,7 +257,7 @@ class LayerContext:
 
     def _gather(self, pages: PagedRows, place: int) -> Tensor:
         """Position-ordered packed rows of the prompts' contexts, new tokens included."""
-        local = pages.gather(place, self.step.context_slots)
+        local = pages.gather_sequences(place, self.step.prompt_tables, self.step.prompt_local_lens)
         kv = self.cache.kv
         if kv.world_size == 1:
             return local
@@ -282,8 +286,8 @@ class LayerContext:
                 query,
                 weights,
                 self._part_keys[number],
-                key_starts=self.step._part_starts[number][rows],
-                kv_lens=self.step._part_lens[number][rows],
+                key_starts=self.step.part_starts[number][rows],
+                kv_lens=self.step.part_lens[number][rows],
                 k=k,
             )
             order = encode_order(scores, part.layout.position(part.rank, local.clamp(min=0)))

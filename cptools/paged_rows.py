@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .formats import IndexRows, MlaRows
-from .kernels.kv_gather import gather_rows
+from .kernels.kv_gather import gather_rows, gather_sequences
 from .kernels.kv_store import store_rows
 
 
@@ -39,3 +41,9 @@ class PagedRows:
     def gather(self, layer: int, slots: Tensor) -> Tensor:
         """Rows at slots int64 [T] -> uint8 [T, row_bytes]; slot -1 reads zeros."""
         return gather_rows(self.pages[layer], slots, planes=self.row_format.planes, page_size=self.page_size)
+
+    def gather_sequences(self, layer: int, tables: Tensor, lens: Sequence[int]) -> Tensor:
+        """First ``lens[r]`` rows of each sequence by its pages, tables int64 [R, blocks] -> uint8 [sum, row_bytes]."""
+        return gather_sequences(
+            self.pages[layer], tables, lens, planes=self.row_format.planes, page_size=self.page_size
+        )

@@ -1,5 +1,5 @@
-"""Rows out of pages by slot."""
+"""Rows out of pages: by slot, or whole sequences by block table."""
 
-from .reference import gather_rows
+from .reference import gather_rows, gather_sequences
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_rows", "gather_sequences"]
