@@ -2,9 +2,10 @@
 
     python benchmarks/plan_speed.py [--repeats 30] [--out benchmarks/results/plan_speed.json]
 
-"prefill": one rank's part of a step that computes a prompt of 1,048,576 tokens over 8 ranks, with the KV split over the
-same 8: pages and block table, the shard plan, and the slots of all new tokens, as each rank stores the rows it owns of
-what it gathers. "decode": one step of 256 requests with contexts of 1K to 128K tokens, one new token each.
+All that the host does for a step, by the calls that the model makes. "prefill": one rank's part of a step that computes
+a prompt of 1,048,576 tokens over 8 ranks, with the KV split over the same 8: pages and block table, the shard plan, the
+causal limits of its rows and the slots of all new tokens, as each rank stores the rows it owns of what it gathers.
+"decode": one step of 256 requests with contexts of 1K to 128K tokens, one new token each.
 Medians of wall time with two threads. The exit code says whether both are within their targets.
 """
 
@@ -25,10 +26,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cptools import KVLayout, LoadBalancedCPShard, RoundRobinKVShard
 from cptools.block_tables import BlockTables
-from cptools.cp_plan import make_cp_plan
-from cptools.kv_shard import RoundRobinKVShard
+from cptools.cp_kv import ContextParallelKV
+from cptools.formats import FP8_INDEX, FP8_MLA
 from cptools.page_allocator import PageAllocator
+from cptools.step_plan import make_step_plan
 
 RANKS = 8
 PROMPT_TOKENS = 1_048_576
@@ -56,42 +59,54 @@ class Clock:
         return {name: round(statistics.median(times), 3) for name, times in every.items()}
 
 
+def engine(num_pages: int) -> tuple[ContextParallelKV, BlockTables]:
+    """One rank's cache of an 8-rank engine, with no row in it: planning needs no group and no memory."""
+    kv = RoundRobinKVShard(world_size=RANKS, rank=0)
+    cache = ContextParallelKV(
+        cp=LoadBalancedCPShard(world_size=RANKS, rank=0),
+        kv=kv,
+        merge=None,
+        mla=FP8_MLA,
+        index=FP8_INDEX,
+        num_layers=0,
+        index_layers=(),
+        num_pages=0,
+    )
+    return cache, BlockTables(kv.layout, PageAllocator(num_pages))
+
+
 def prefill(repeats: int) -> dict[str, float]:
-    shard = RoundRobinKVShard(world_size=RANKS, rank=0)
     clock = Clock()
     for _ in range(repeats):
-        tables = BlockTables(shard.layout, PageAllocator(2 * shard.layout.pages(PROMPT_TOKENS)))
+        cache, tables = engine(2 * PROMPT_TOKENS // (64 * RANKS))
         request = tables.open()
-        with clock.part("shard plan"):
-            make_cp_plan([PROMPT_TOKENS], world_size=RANKS, rank=0)
         with clock.part("tables"):
             tables.reserve({request: PROMPT_TOKENS})
             table = tables.table([request])
+        with clock.part("shard plan"):
+            plan = make_step_plan(cache.cp.plan([PROMPT_TOKENS]), table)
         with clock.part("slots"):
-            positions = torch.arange(PROMPT_TOKENS)
-            request_ids = torch.zeros(PROMPT_TOKENS, dtype=torch.int64)
-            shard.slot_mapping(positions, request_ids, table)
+            cache.begin(plan)
     return clock.medians()
 
 
 def decode(repeats: int) -> dict[str, float]:
-    shard = RoundRobinKVShard(world_size=RANKS, rank=0)
     contexts = np.random.default_rng(0).integers(1024, 131_072, DECODE_REQUESTS)
-    pages = int(shard.layout.pages(contexts + repeats).sum())
-    tables = BlockTables(shard.layout, PageAllocator(pages))
+    cache, tables = engine(int(KVLayout(RANKS).pages(contexts + repeats).sum()))
     requests = [tables.open() for _ in contexts]
     tables.reserve(dict(zip(requests, contexts.tolist(), strict=True)))
     clock = Clock()
     for step in range(repeats):
-        positions = torch.from_numpy(contexts + step)
-        with clock.part("shard plan"):
-            make_cp_plan([], world_size=RANKS, rank=0)
+        lens = contexts + step
         with clock.part("tables"):
-            tables.reserve(dict(zip(requests, (positions + 1).tolist(), strict=True)))
+            tables.reserve(dict(zip(requests, (lens + 1).tolist(), strict=True)))
             table = tables.table(requests)
+        with clock.part("shard plan"):
+            plan = make_step_plan(
+                cache.cp.plan([]), tables.table([]), decode_context_lens=lens.tolist(), decode_tables=table
+            )
         with clock.part("slots"):
-            shard.slot_mapping(positions, torch.arange(DECODE_REQUESTS), table)
-            shard.local_lens(positions + 1)
+            cache.begin(plan)
     return clock.medians()
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .collectives import all_gather_rows
 from .cp_shard import LoadBalancedCPShard
 from .formats import IndexRows, MlaRows
 from .kernels.indexer_topk import indexer_topk
@@ -66,7 +66,8 @@ class ContextParallelKV:
 
     Args:
         cp: PCP split of prompt queries. kv: DCP split of rows; both bring their groups.
-        merge: LSE merge over kv's group with scatter="none" (every rank of a block needs all heads of all rows).
+        merge: LSE merge over kv's group with scatter="none" (every rank of a block needs all heads of all rows);
+            needed to decode over more than one rank.
         mla, index: row formats. num_layers: layers with MLA rows; index_layers: those that also have index rows.
         num_pages: pages of each layer on this rank.
         decode_parts: with one DCP rank, decode attention is summed in as many parts as this many ranks would.
@@ -90,8 +91,6 @@ class ContextParallelKV:
         device: torch.device | str = "cpu",
     ) -> None:
         check_decode_parts(decode_parts, kv)
-        if kv.world_size > 1 and merge is None:
-            raise ValueError(f"{kv.world_size} DCP ranks need an LSEMerge")
         self.cp, self.kv, self.merge = cp, kv, merge
         self.mla, self.index = mla, index
         self.device = torch.device(device)
@@ -135,14 +134,13 @@ class KVStep:
     def __init__(self, cache: ContextParallelKV, plan: StepPlan, dense_up_to: int) -> None:
         self.cache, self.plan = cache, plan
         kv, prompt, device = cache.kv, plan.prompt, cache.device
-        ranks = [prompt.for_rank(rank) for rank in range(prompt.world_size)]
-        prompt_slots = kv.slot_mapping(
-            torch.cat([share.positions for share in ranks]),
-            torch.cat([share.request_ids for share in ranks]),
-            plan.prompt_tables,
-        )
+        # By rank, so that a long step works on arrays that fit the cache; numpy, since torch's threads cost more than
+        # they give on host integers.
+        shares = [prompt.for_rank(rank) for rank in range(prompt.world_size)]
+        slots = [kv.slot_mapping(share.positions, share.request_ids, plan.prompt_tables).numpy() for share in shares]
+        prompt_slots = torch.from_numpy(np.concatenate(slots))
         decode_slots = kv.slot_mapping(plan.decode_positions, plan.decode_request_ids, plan.decode_tables)
-        self._stored = int((prompt_slots >= 0).sum() + (decode_slots >= 0).sum())
+        self._stored = int(np.count_nonzero(prompt_slots.numpy() >= 0) + np.count_nonzero(decode_slots.numpy() >= 0))
         # Rows of prompts arrive rank-major, which is the order of these slots.
         self.prompt_slots, self.decode_slots = prompt_slots.to(device), decode_slots.to(device)
 
@@ -182,7 +180,7 @@ class KVStep:
 
     def _blocks(self) -> Iterator[RowBlock]:
         plan = self.plan
-        counts = torch.bincount(plan.prompt.request_ids, minlength=len(plan.prompt.query_lens)).tolist()
+        counts = np.bincount(plan.prompt.request_ids.numpy(), minlength=len(plan.prompt.query_lens)).tolist()
         begin = row = 0
         for request, (count, length) in enumerate(zip(counts, self.prompt_lens.tolist(), strict=True)):
             if length <= self.dense_up_to:
@@ -204,10 +202,8 @@ class KVStep:
         counts = self.plan.prompt.counts
         own = counts[self.plan.prompt.rank]
         rows = mla_rows if index_rows is None else torch.cat([mla_rows, index_rows], dim=1)
-        prompt_rows = rows[:own]
-        if cache.cp.group is not None:
-            prompt_rows = all_gather_rows(prompt_rows, counts, group=cache.cp.group)
-            cache.traffic.new_row_bytes += (sum(counts) - own) * rows.shape[1]
+        prompt_rows = cache.cp.gather_rank_major(rows[:own], self.plan.prompt)
+        cache.traffic.new_row_bytes += (sum(counts) - own) * rows.shape[1]
         width = mla_rows.shape[1]
         for slots, new in ((self.prompt_slots, prompt_rows), (self.decode_slots, rows[own:])):
             cache.mla_rows.store(layer, slots, new[:, :width])
@@ -292,11 +288,7 @@ class LayerContext:
             )
             order = encode_order(scores, part.layout.position(part.rank, local.clamp(min=0)))
             orders.append(order.masked_fill_(local < 0, INVALID))
-        candidates = torch.cat(orders, dim=1)
-        kv = self.cache.kv
-        if kv.group is not None:
-            gathered = all_gather_rows(candidates, [candidates.shape[0]] * kv.world_size, group=kv.group)
-            candidates = gathered.unflatten(0, (kv.world_size, -1)).transpose(0, 1).flatten(1)
+        candidates = self.cache.kv.gather_candidates(torch.cat(orders, dim=1))
         _, positions = decode_order(merge_orders(candidates, k))
         return _ascending(positions)
 
@@ -313,9 +305,11 @@ class LayerContext:
             return sparse_mla(query, self.prompt_rows, ids, scale=scale, v_dim=latent)[0]
         rows = self._decode_rows(block)
         partials = [self._attend_part(part, query, selected, rows, scale) for part in self.cache.parts]
-        if self.cache.kv.world_size > 1 and self.cache.merge is not None:
-            return self.cache.merge(partials[0]).out
-        return merge_partials(partials).out
+        if self.cache.kv.world_size == 1:
+            return merge_partials(partials).out
+        if self.cache.merge is None:
+            raise ValueError(f"decode over {self.cache.kv.world_size} DCP ranks needs merge=")
+        return self.cache.merge(partials[0]).out
 
     def _attend_part(
         self, part: RoundRobinKVShard, query: Tensor, selected: Tensor, rows: slice, scale: float

@@ -105,6 +105,14 @@ class LoadBalancedCPShard:
         arrival = owner.argsort(stable=True).argsort()
         return rows.index_select(0, arrival.to(rows.device))
 
+    def gather_rank_major(self, x_local: Tensor, plan: CPPlan) -> Tensor:
+        """All ranks' rows, rank after rank, on every rank: `unshard` in the order of arrival. Collective: one all-gather.
+
+        Args and errors as in `unshard`, along dim 0.
+        """
+        self._check(plan, x_local, 0, plan.counts[self.rank])
+        return self._gather(x_local, plan.counts)
+
     def _gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         if self.world_size == 1:
             return rows

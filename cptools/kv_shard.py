@@ -143,6 +143,23 @@ class RoundRobinKVShard:
             mine &= t < seq_lens.unsqueeze(-1)
         return torch.where(mine, local, -1)
 
+    def gather_candidates(self, candidates: Tensor) -> Tensor:
+        """Every rank's columns beside each other: [rows, C] -> [rows, N * C], rank after rank. Collective: one
+        all-gather, on all ranks with the same shape. With one rank it is `candidates` itself.
+
+        For what each shard nominates for a row: top-k candidates as the keys of `cptools.kernels.topk_select`.
+
+        Raises:
+            ValueError: more than one rank and no group.
+        """
+        if self.world_size == 1:
+            return candidates
+        if self.group is None:
+            raise ValueError(f"gather_candidates over world_size={self.world_size} ranks needs group=")
+        rows = candidates.shape[0]
+        gathered = all_gather_rows(candidates, [rows] * self.world_size, group=self.group)
+        return gathered.view(self.world_size, rows, -1).transpose(0, 1).reshape(rows, -1)
+
     def gather_context(
         self, rows_local: Tensor, seq_lens: Sequence[int] | Tensor, *, out: Tensor | None = None
     ) -> Tensor:
