@@ -106,7 +106,7 @@ class LoadBalancedCPShard:
         return rows.index_select(0, arrival.to(rows.device))
 
     def gather_rank_major(self, x_local: Tensor, plan: CPPlan) -> Tensor:
-        """All ranks' rows, rank after rank, on every rank: `unshard` in the order of arrival. Collective: one all-gather.
+        """All ranks' rows on every rank, rank after rank: `unshard` in order of arrival. Collective: one all-gather.
 
         Args and errors as in `unshard`, along dim 0.
         """
