@@ -66,8 +66,9 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _from_bytes(rows: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    # The copy aligns the piece: a column of odd offset can not be viewed as a wider type.
-    return rows[:, start:stop].contiguous().view(dtype)
+    # A copy even where the piece is contiguous, as in a single row: an odd offset can not be viewed as a wider type.
+    piece = rows[:, start:stop].clone(memory_format=torch.contiguous_format)
+    return piece.view(-1).view(dtype).view(rows.shape[0], (stop - start) // dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class MlaRows:
 
     def pack(self, latent: Tensor, rope: Tensor) -> Tensor:
         """latent [T, latent], rope [T, rope] of any float dtype -> uint8 [T, row_bytes]. Local."""
-        if latent.shape != (latent.shape[0], self.latent) or rope.shape != (latent.shape[0], self.rope):
+        if latent.dim() != 2 or latent.shape[1] != self.latent or rope.shape != (latent.shape[0], self.rope):
             raise ValueError(
                 f"MlaRows.pack: want [T, {self.latent}] and [T, {self.rope}], "
                 f"got {tuple(latent.shape)} and {tuple(rope.shape)}"
@@ -120,7 +121,7 @@ class MlaRows:
     def unpack_joint(self, rows: Tensor) -> Tensor:
         """uint8 [T, row_bytes] -> float32 [T, latent + rope], the key of absorbed attention. Local."""
         _check_rows(rows, self.row_bytes)
-        if self.dtype == torch.float32 and rows.is_contiguous():
+        if self.dtype == torch.float32 and rows.is_contiguous() and rows.storage_offset() % 4 == 0:
             return rows.view(torch.float32)
         if self.dtype != FP8:
             return _from_bytes(rows, 0, self.row_bytes, self.dtype).float()
@@ -176,8 +177,9 @@ class IndexRows:
     def round_query(self, query: Tensor) -> Tensor:
         """The query [..., dim] as the scoring kernel sees it: FP8 rows imply FP8 queries, one scale per head.
 
-        ReLU commutes with a positive scale, so an engine folds the scale into the head weight; with power-of-two
-        scales that is bit-equal to the float32 query returned here. Other formats leave the query as it is. Local.
+        ReLU commutes with a positive scale, so an engine folds the scale into the head weight. The scale is a power of
+        two whatever the rows' is, so that this is bit-equal to the float32 query returned here. Other formats leave
+        the query as it is. Local.
         """
         if self.dtype != FP8:
             return query

@@ -137,3 +137,14 @@ def test_wrong_shapes_raise_with_the_numbers() -> None:
         dense_mha(query, keys, values, lens[:2], scale=1.0)
     with pytest.raises(ValueError, match="kv_lens reach 6, there are 5 keys"):
         dense_mha(query, keys, values, torch.tensor([1, 6, 5]), scale=1.0)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_later_value_never_reaches_an_earlier_row(poison: float) -> None:
+    """0 * NaN is NaN, so a weight of 0 does not hide what a row may not see; a row that sees it shows it."""
+    query, keys, values = torch.randn(3, 2, 4), torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    want, _ = dense_mha(query, keys, values, torch.tensor([1, 2, 3]), scale=0.5)
+    values[2] = poison
+    got, _ = dense_mha(query, keys, values, torch.tensor([1, 2, 3]), scale=0.5)
+    assert torch.equal(got[:2], want[:2])
+    assert not torch.isfinite(got[2]).any()

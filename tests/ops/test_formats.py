@@ -318,3 +318,21 @@ def test_wrong_arguments_raise_with_the_numbers() -> None:
         MlaRows(512, -1, FP8)
     with pytest.raises(ValueError, match="dim=0"):
         IndexRows(0, FP8)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3])
+@pytest.mark.parametrize(("latent", "rope"), [(25, 4), (25, 0), (33, 1), (512, 64)])
+def test_odd_widths_unpack_at_any_number_of_rows(rows: int, latent: int, rope: int) -> None:
+    """A single row's slice counts as contiguous wherever it starts, and can not be viewed as a wider type there."""
+    for dtype in (torch.float32, torch.bfloat16, FP8):
+        mla, index = MlaRows(latent, rope, dtype), IndexRows(latent, dtype)
+        assert mla.unpack(mla.pack(torch.ones(rows, latent), torch.ones(rows, rope)))[0].eq(1).all()
+        assert index.unpack(index.pack(torch.ones(rows, latent))).eq(1).all()
+
+
+def test_rows_at_an_odd_address_unpack() -> None:
+    row_format = MlaRows(8, 0, torch.float32)
+    values = torch.randn(2, 8)
+    shifted = torch.empty(65, dtype=torch.uint8)[1:].view(2, 32)
+    shifted.copy_(row_format.pack(values, torch.empty(2, 0)))
+    assert torch.equal(row_format.unpack_joint(shifted), values)

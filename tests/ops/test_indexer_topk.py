@@ -181,7 +181,7 @@ def test_real_scores_in_fp64(heads, dim) -> None:
 def test_row_beyond_the_keys_raises() -> None:
     query, weights, keys = integers(2, 2, 8, seed=26), integers(2, 2, seed=27), integers(10, 8, seed=28)
     for starts, lens in (([0, 0], [10, 11]), ([0, 4], [10, 7]), ([11, 11], [0, 0])):
-        with pytest.raises(ValueError, match="beyond the 10 keys"):
+        with pytest.raises(ValueError, match="from 0 to 11, there are 10 keys"):
             indexer_topk(query, weights, keys, key_starts=ids(starts), kv_lens=ids(lens), k=3)
 
 
@@ -327,3 +327,9 @@ def test_nan_in_one_query_stays_there() -> None:
     others = torch.arange(33) != 4
     assert torch.equal(poisoned[0][others], clean[0][others])
     assert torch.equal(poisoned[1][others], clean[1][others])
+
+
+def test_negative_key_start_is_refused() -> None:
+    one = torch.ones(1, 1, 4), torch.ones(1, 1), torch.ones(6, 4)
+    with pytest.raises(ValueError, match="from -3 to -1, there are 6 keys"):
+        indexer_topk(*one, key_starts=torch.tensor([-3]), kv_lens=torch.tensor([2]), k=2)

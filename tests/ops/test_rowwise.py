@@ -374,3 +374,17 @@ def test_wrong_shapes_raise_with_the_numbers() -> None:
         layer_norm(x, torch.zeros(4), torch.zeros(4), 1e-5)
     with pytest.raises(ValueError, match=r"swiglu: rows must be \[T, 4\], got \(3, 5\)"):
         swiglu(x, torch.zeros(7, 4), torch.zeros(7, 4), torch.zeros(4, 7))
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 5, 7, 9, 11, 12])
+@pytest.mark.parametrize("width", [5, 7, 33, 257])
+def test_narrow_odd_widths_give_equal_bits_to_equal_rows(outputs: int, width: int) -> None:
+    """MKL computes the last rows of such a product otherwise than the first; widths are padded so that it can not."""
+    row = torch.randn(1, width).expand(64, width).contiguous()
+    for result in (
+        linear(row, torch.randn(outputs, width)),
+        swiglu(row, torch.randn(outputs, width), torch.randn(outputs, width), torch.randn(width, outputs)),
+        head_linear(row.unsqueeze(1).repeat(1, 2, 1), torch.randn(2, width, outputs)).flatten(1),
+        head_linear(row.unsqueeze(1).repeat(1, 2, 1), torch.randn(2, outputs, width).transpose(1, 2)).flatten(1),
+    ):
+        assert (result == result[0]).all()

@@ -329,3 +329,19 @@ def test_nan_in_one_query_stays_there() -> None:
     out[4, 1], lse[4, 1] = clean[0][4, 1], clean[1][4, 1]
     assert torch.equal(out, clean[0])
     assert torch.equal(lse, clean[1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "depth", "v_dim", "k"), [(1, 40, 33, 16), (2, 33, 32, 64), (3, 5, 3, 100), (5, 33, 32, 5)]
+)
+def test_odd_widths_give_equal_bits_to_equal_queries(heads: int, depth: int, v_dim: int, k: int) -> None:
+    query = torch.randn(1, heads, depth).expand(16, heads, depth).contiguous()
+    out, lse = sparse_mla(query, torch.randn(200, depth), torch.arange(k).expand(16, k), scale=0.3, v_dim=v_dim)
+    assert (out == out[0]).all()
+    assert (lse == lse[0]).all()
+
+
+def test_selection_without_columns_is_empty() -> None:
+    out, lse = sparse_mla(torch.randn(2, 1, 4), torch.randn(3, 4), torch.empty(2, 0), scale=1.0, v_dim=2)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()

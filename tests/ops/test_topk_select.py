@@ -244,3 +244,9 @@ def test_wrong_arguments_raise_with_the_numbers() -> None:
         topk_select(torch.zeros(1, 7), 0)
     with pytest.raises(ValueError, match="float32"):
         topk_select(torch.zeros(1, 7, dtype=torch.float64), 2)
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([1]), torch.tensor([1, 2]), torch.ones(3, 1, dtype=torch.int64)])
+def test_lengths_of_another_shape_are_refused(lengths: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"lengths must be \[3\]"):
+        topk_select(torch.zeros(3, 5), 2, lengths=lengths)

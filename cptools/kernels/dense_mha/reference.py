@@ -41,8 +41,18 @@ def dense_mha(query: Tensor, keys: Tensor, values: Tensor, kv_lens: Tensor, *, s
             base = new_top.masked_fill(new_top == -torch.inf, 0.0)
             weights, decay = torch.exp(scores - base), torch.exp(top - base)
             total = total * decay + weights.sum(-1, keepdim=True)
-            acc = acc * decay + torch.bmm(weights, values_t[:, block])
+            acc = acc * decay + _weighted_values(weights, values_t[:, block], positions < limits)
             top = new_top
         out[start:stop] = (acc / total.masked_fill(total == 0, 1.0)).transpose(0, 1)
         lse[start:stop] = (top + torch.log(total)).squeeze(-1).t()
     return out, lse
+
+
+def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """weights [H, T, S] times values [H, S, V], where a value that a row may not see never matters (0 * NaN is NaN)."""
+    broken = ~torch.isfinite(values).all(-1).all(0)
+    total = torch.bmm(weights, values.masked_fill(broken.unsqueeze(1), 0.0))
+    for key in broken.nonzero().flatten().tolist():
+        term = weights[:, :, key, None] * values[:, None, key]
+        total += torch.where(visible[:, :, key, None], term, 0.0)
+    return total

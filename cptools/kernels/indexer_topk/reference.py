@@ -94,8 +94,10 @@ def indexer_topk(
         raise ValueError(
             f"indexer_topk: key_starts {tuple(key_starts.shape)} and kv_lens {tuple(kv_lens.shape)} must be [{rows}]"
         )
-    if rows and bool(((key_starts + kv_lens.clamp(min=0)) > keys.shape[0]).any()):
-        raise ValueError(f"indexer_topk: a row reaches beyond the {keys.shape[0]} keys")
+    ends = key_starts + kv_lens.clamp(min=0)
+    if rows and not 0 <= int(key_starts.min()) <= int(ends.max()) <= keys.shape[0]:
+        reach = f"from {int(key_starts.min())} to {int(ends.max())}"
+        raise ValueError(f"indexer_topk: rows reach {reach}, there are {keys.shape[0]} keys")
     chosen = torch.full((rows, k), INVALID, dtype=torch.int64, device=query.device)
     columns = torch.arange(KEY_TILE, device=query.device)
     for first, end, key_start in _sequences(key_starts):

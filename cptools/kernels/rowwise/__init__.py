@@ -6,10 +6,12 @@ devices the same functions run torch's own kernels on whole tensors.
 
 from .reference import (
     ROW_TILE,
+    WIDTH_MULTIPLE,
     RopeAngles,
     head_linear,
     layer_norm,
     linear,
+    pad_widths,
     rms_norm,
     rope_interleaved,
     silu,
@@ -19,10 +21,12 @@ from .reference import (
 
 __all__ = [
     "ROW_TILE",
+    "WIDTH_MULTIPLE",
     "RopeAngles",
     "head_linear",
     "layer_norm",
     "linear",
+    "pad_widths",
     "rms_norm",
     "rope_interleaved",
     "silu",

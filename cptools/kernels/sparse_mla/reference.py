@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..rowwise import WIDTH_MULTIPLE, pad_widths
+
 QUERY_TILE = 16
 
 
@@ -27,19 +29,20 @@ def sparse_mla(query: Tensor, rows: Tensor, ids: Tensor, *, scale: float, v_dim:
         )
     if ids.dim() != 2 or ids.shape[0] != query.shape[0]:
         raise ValueError(f"sparse_mla: ids must be [{query.shape[0]}, K], got {tuple(ids.shape)}")
-    tokens, heads, depth = query.shape
+    tokens, heads, _ = query.shape
     out = torch.zeros(tokens, heads, v_dim, dtype=torch.float32, device=query.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=query.device)
-    if rows.shape[0] == 0:
+    if rows.shape[0] == 0 or ids.shape[1] == 0:
         return out, lse
-    query, rows = query.float(), rows.float()
+    query, rows = pad_widths(query.float(), 2), pad_widths(rows.float(), 1)
+    columns, values = (-(-size // WIDTH_MULTIPLE) * WIDTH_MULTIPLE for size in (ids.shape[1], v_dim))
     for start in range(0, tokens, QUERY_TILE):
         stop = min(start + QUERY_TILE, tokens)
         count = stop - start
-        padded = query.new_zeros(QUERY_TILE, heads, depth)
+        padded = query.new_zeros(QUERY_TILE, heads, query.shape[2])
         padded[:count] = query[start:stop]
-        tile_ids = ids.new_full((QUERY_TILE, ids.shape[1]), -1, dtype=torch.int64)
-        tile_ids[:count] = ids[start:stop]
+        tile_ids = ids.new_full((QUERY_TILE, columns), -1, dtype=torch.int64)
+        tile_ids[:count, : ids.shape[1]] = ids[start:stop]
         unused = (tile_ids < 0) | (tile_ids >= rows.shape[0])
         keys = rows[tile_ids.masked_fill(unused, 0)]
         if bool(unused.any()):
@@ -50,7 +53,7 @@ def sparse_mla(query: Tensor, rows: Tensor, ids: Tensor, *, scale: float, v_dim:
         top.masked_fill_(top == -torch.inf, 0.0)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        value = torch.bmm(weights, keys[..., :v_dim])
+        value = torch.bmm(weights, keys[..., :values])[..., :v_dim]
         empty = total == 0
         out[start:stop] = (value / total.masked_fill(empty, 1.0))[:count]
         lse[start:stop] = (top + torch.log(total)).squeeze(-1)[:count]

@@ -51,6 +51,8 @@ def topk_select(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> tup
     """
     if scores.dim() != 2 or scores.dtype != torch.float32 or k < 1:
         raise ValueError(f"topk_select: scores must be float32 [T, S] and k >= 1, got {tuple(scores.shape)}, k={k}")
+    if lengths is not None and lengths.shape != scores.shape[:1]:
+        raise ValueError(f"topk_select: lengths must be [{scores.shape[0]}], got {tuple(lengths.shape)}")
     columns = torch.arange(scores.shape[1], device=scores.device)
     keys = encode_order(scores, columns)
     if lengths is not None:
