@@ -96,8 +96,8 @@ def indexer_topk(
         )
     ends = key_starts + kv_lens.clamp(min=0)
     if rows and not 0 <= int(key_starts.min()) <= int(ends.max()) <= keys.shape[0]:
-        reach = f"from {int(key_starts.min())} to {int(ends.max())}"
-        raise ValueError(f"indexer_topk: rows reach {reach}, there are {keys.shape[0]} keys")
+        span = f"from {int(key_starts.min())} to {int(ends.max())}"
+        raise ValueError(f"indexer_topk: rows reach {span}, there are {keys.shape[0]} keys")
     chosen = torch.full((rows, k), INVALID, dtype=torch.int64, device=query.device)
     columns = torch.arange(KEY_TILE, device=query.device)
     for first, end, key_start in _sequences(key_starts):
