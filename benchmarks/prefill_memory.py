@@ -4,17 +4,20 @@
 
 Model and text are those of examples/long_prefill.py. Each length runs in a process of its own, in one piece. Its figure
 is the peak resident set (ru_maxrss) less the resident set once the model was loaded and one short prompt was run, which
-pays for the libraries' own buffers; the cache is part of it. A [T, T] anything would show as growth per token.
+pays for the libraries' own buffers; the cache is part of it. A [T, T] anything would show as growth per token. The
+seconds are those of one thread beside whatever else ran: `load_average` is of the minute before each length's end.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import multiprocessing
 import os
 import platform
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +53,15 @@ def measure(checkpoint: Path, tokens: int) -> dict[str, float]:
         "above_baseline_mib": round(above, 1),
         "mib_per_1k_tokens": round(above / (tokens / 1024), 3),
         "seconds": round(seconds, 1),
+        "load_average": round(os.getloadavg()[0], 1),
     }
+
+
+def commit() -> str | None:
+    """Of the checkout that holds this file; None outside git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or None
 
 
 def main() -> int:
@@ -72,6 +83,9 @@ def main() -> int:
     kv = CONFIG.num_cache_layers * CONFIG.mla_row_dim * 4 + len(CONFIG.index_layers) * CONFIG.index_row_dim * 4
     result = {
         "what": "peak memory of a one-rank CPU prefill above its baseline, one piece, float32 rows",
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "threads": 1,
         "rows": rows,
         "spread": round(spread, 4),
         "kv_mib_per_1k_tokens": round(kv * 1024 / MIB, 3),
