@@ -1,0 +1,371 @@
+"""Sparse MLA over BF16 rows of 512 + 64 columns on Hopper: one program a query and 64 heads, three warpgroups.
+
+The schedule is FlashMLA's "seesaw". Rows come in pairs of blocks of 64. The even warpgroup scores the even block and
+owns output columns 0-255, the odd one the odd block and columns 256-511. Each keeps its own weights in registers for
+its half of the output and hands them to the other through shared memory, where they lie over the rotary part of the
+block, which is dead once the block is scored. The running maximum goes even -> odd -> even within a pair. The producer
+fills quarter tiles (block x half of the columns) in the order in which the consumers free them:
+even left, odd right, even right, odd left.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+HALF = gl.constexpr(256)
+ROPE = gl.constexpr(64)
+BLOCK = gl.constexpr(64)
+HEADS = gl.constexpr(64)
+LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-3.0e38)  # finite, so that a difference of two maxima of nothing is 0 and not NaN
+
+# Eight lanes a row, 128 bytes: few row indices in registers, whole sectors.
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+PER_HEAD = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+PER_ROW = gl.constexpr(gl.SliceLayout(1, GATHER.value))
+STAGED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+# Tiles: the quarters in the order in which they are filled, the rotary parts, the query.
+EVEN_LEFT = gl.constexpr(0)
+ODD_RIGHT = gl.constexpr(1)
+EVEN_RIGHT = gl.constexpr(2)
+ODD_LEFT = gl.constexpr(3)
+EVEN_ROPE = gl.constexpr(4)
+ODD_ROPE = gl.constexpr(5)
+Q_LEFT = gl.constexpr(6)
+Q_RIGHT = gl.constexpr(7)
+Q_ROPE = gl.constexpr(8)
+
+# Barriers: a quarter is full (numbered as the tile), a quarter is free again (+ FREE), what the consumers exchange.
+FREE = gl.constexpr(4)
+QUERY_FULL = gl.constexpr(8)
+EVEN_TOP = gl.constexpr(9)
+ODD_TOP = gl.constexpr(10)
+EVEN_WEIGHTS = gl.constexpr(11)
+ODD_WEIGHTS = gl.constexpr(12)
+EVEN_TOTAL = gl.constexpr(13)
+ODD_TOTAL = gl.constexpr(14)
+
+
+@gluon.jit
+def produce(tiles, even_notes, odd_notes, bars, row_part, query_part, pairs):
+    """Fill the query's tile once, then the quarter tiles of each pair as they become free."""
+    rows, row_stride, num_rows, ids, columns = row_part
+    query, query_stride, heads = query_part
+    wide = gl.arange(0, HALF, gl.SliceLayout(0, GATHER))[None, :]
+    narrow = gl.arange(0, ROPE, gl.SliceLayout(0, GATHER))[None, :]
+    line = gl.arange(0, BLOCK, PER_ROW)
+
+    query_at = (query + line.to(gl.int64) * query_stride)[:, None]
+    real = (line < heads)[:, None]
+    async_copy.async_copy_global_to_shared(tiles[Q_LEFT].index(0), query_at + wide, mask=real)
+    async_copy.async_copy_global_to_shared(tiles[Q_RIGHT].index(0), query_at + HALF + wide, mask=real)
+    async_copy.async_copy_global_to_shared(tiles[Q_ROPE].index(0), query_at + 2 * HALF + narrow, mask=real)
+    async_copy.mbarrier_arrive(bars[QUERY_FULL], increment_count=False)
+
+    even_next = gl.load(ids + line, mask=line < columns, other=-1)
+    odd_next = gl.load(ids + BLOCK + line, mask=BLOCK + line < columns, other=-1)
+    for pair in range(pairs):
+        even_used = (even_next >= 0) & (even_next < num_rows)
+        odd_used = (odd_next >= 0) & (odd_next < num_rows)
+        even_at = (rows + gl.where(even_used, even_next, 0).to(gl.int64) * row_stride)[:, None]
+        odd_at = (rows + gl.where(odd_used, odd_next, 0).to(gl.int64) * row_stride)[:, None]
+        # Ids are read one pair ahead: their latency hides behind the waits below.
+        ahead = (pair + 1) * 2 * BLOCK + line
+        even_next = gl.load(ids + ahead, mask=ahead < columns, other=-1)
+        odd_next = gl.load(ids + BLOCK + ahead, mask=BLOCK + ahead < columns, other=-1)
+        unused = gl.sum(gl.where(even_used, 0, 1) + gl.where(odd_used, 0, 256), 0)  # both counts in one reduction
+        even_mask = even_used[:, None]
+        odd_mask = odd_used[:, None]
+        phase = (pair & 1) ^ 1
+
+        mbarrier.wait(bars[FREE + EVEN_LEFT], phase)
+        async_copy.async_copy_global_to_shared(tiles[EVEN_LEFT].index(0), even_at + wide, mask=even_mask)
+        async_copy.mbarrier_arrive(bars[EVEN_LEFT], increment_count=False)
+
+        mbarrier.wait(bars[FREE + ODD_RIGHT], phase)
+        async_copy.async_copy_global_to_shared(tiles[ODD_RIGHT].index(0), odd_at + HALF + wide, mask=odd_mask)
+        async_copy.mbarrier_arrive(bars[ODD_RIGHT], increment_count=False)
+
+        mbarrier.wait(bars[FREE + EVEN_RIGHT], phase)
+        async_copy.async_copy_global_to_shared(tiles[EVEN_RIGHT].index(0), even_at + HALF + wide, mask=even_mask)
+        async_copy.async_copy_global_to_shared(tiles[EVEN_ROPE].index(0), even_at + 2 * HALF + narrow, mask=even_mask)
+        async_copy.mbarrier_arrive(bars[EVEN_RIGHT], increment_count=False)
+        even_notes[0].store(gl.where(even_used, 0.0, -float("inf")))
+        even_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused % 256)
+        mbarrier.arrive(bars[EVEN_RIGHT])
+
+        mbarrier.wait(bars[FREE + ODD_LEFT], phase)
+        async_copy.async_copy_global_to_shared(tiles[ODD_LEFT].index(0), odd_at + wide, mask=odd_mask)
+        async_copy.async_copy_global_to_shared(tiles[ODD_ROPE].index(0), odd_at + 2 * HALF + narrow, mask=odd_mask)
+        async_copy.mbarrier_arrive(bars[ODD_LEFT], increment_count=False)
+        odd_notes[0].store(gl.where(odd_used, 0.0, -float("inf")))
+        odd_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused // 256)
+        mbarrier.arrive(bars[ODD_LEFT])
+
+
+@gluon.jit
+def score_half(query, keys, scores, zero, FIRST: gl.constexpr):
+    """Issue scores (+)= query keys^T over the columns of a tile; zero is a 0 that the compiler can not fold."""
+    keys = keys.index(zero).permute((1, 0))
+    return warpgroup_mma(query.index(zero), keys, scores, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def without_unused(scores, notes):
+    """Scores with -inf at unused rows; most blocks have none, and then nothing is added."""
+    if gl.sum(notes[1].load(ONE), 0) > 0:
+        scores += notes[0].load(gl.SliceLayout(0, SCORES))[None, :]
+    return scores
+
+
+@gluon.jit
+def times(acc, factor):
+    return acc * gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))[:, None]
+
+
+@gluon.jit
+def even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
+    """The even warpgroup's part of a pair: scores of its block in, scores of the next pair's block out."""
+    scores, acc, running, weight = state
+    phase = pair & 1
+    # A constant descriptor would be hoisted out of the loop, and spilled with the others.
+    zero = pair >> 30
+    scores = without_unused(scores, notes)
+    even_top = gl.maximum(running, gl.max(scores, 1))
+    tops[0].store(even_top)
+    mbarrier.arrive(bars[EVEN_TOP])
+    # The difference first, then the base: equal scores must cancel at any magnitude.
+    fade = gl.exp2((running - even_top) * scale2)
+    weights = gl.exp2((scores - even_top[:, None]) * scale2)
+    acc = times(acc, fade)
+    operand = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
+    acc = warpgroup_mma(operand, tiles[EVEN_LEFT].index(zero), acc, is_async=True)
+    mbarrier.wait(bars[ODD_TOP], phase)
+    running = tops[1].load(PER_HEAD)
+    late = gl.exp2((even_top - running) * scale2)
+    tiles[EVEN_ROPE].index(zero).store((weights * late[:, None]).to(gl.bfloat16))
+    fence_async_shared()
+    mbarrier.arrive(bars[EVEN_WEIGHTS])
+    weight = (weight * fade + gl.sum(weights, 1)) * late
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(bars[FREE + EVEN_LEFT])
+    acc = times(acc, late)
+    mbarrier.wait(bars[ODD_WEIGHTS], phase)
+    acc = warpgroup_mma(tiles[ODD_ROPE].index(zero), tiles[ODD_LEFT].index(zero), acc, is_async=True)
+    if LAST:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    else:
+        mbarrier.wait(bars[EVEN_LEFT], phase ^ 1)
+        scores = score_half(tiles[Q_LEFT], tiles[EVEN_LEFT], gl.zeros_like(scores), zero, FIRST=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(bars[FREE + ODD_LEFT])
+        mbarrier.wait(bars[EVEN_RIGHT], phase ^ 1)
+        scores = score_half(tiles[Q_RIGHT], tiles[EVEN_RIGHT], scores, zero, FIRST=False)
+        scores = score_half(tiles[Q_ROPE], tiles[EVEN_ROPE], scores, zero, FIRST=False)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    return scores, acc, running, weight
+
+
+@gluon.jit
+def odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
+    """The odd warpgroup's part of a pair."""
+    scores, acc, running, weight = state
+    phase = pair & 1
+    zero = pair >> 30
+    scores = without_unused(scores, notes)
+    own_top = gl.max(scores, 1)
+    mbarrier.wait(bars[EVEN_TOP], phase)
+    odd_top = gl.maximum(tops[0].load(PER_HEAD), own_top)
+    tops[1].store(odd_top)
+    mbarrier.arrive(bars[ODD_TOP])
+    fade = gl.exp2((running - odd_top) * scale2)
+    weights = gl.exp2((scores - odd_top[:, None]) * scale2)
+    acc = times(acc, fade)
+    handed = weights.to(gl.bfloat16)
+    acc = warpgroup_mma(gl.convert_layout(handed, WEIGHTS), tiles[ODD_RIGHT].index(zero), acc, is_async=True)
+    # The copy for the other warpgroup is stored while the own product runs.
+    tiles[ODD_ROPE].index(zero).store(handed)
+    fence_async_shared()
+    mbarrier.arrive(bars[ODD_WEIGHTS])
+    weight = weight * fade + gl.sum(weights, 1)
+    mbarrier.wait(bars[EVEN_WEIGHTS], phase)
+    acc = warpgroup_mma(tiles[EVEN_ROPE].index(zero), tiles[EVEN_RIGHT].index(zero), acc, is_async=True)
+    if LAST:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    else:
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(bars[FREE + ODD_RIGHT])
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(bars[FREE + EVEN_RIGHT])
+        mbarrier.wait(bars[ODD_RIGHT], phase ^ 1)
+        scores = score_half(tiles[Q_RIGHT], tiles[ODD_RIGHT], gl.zeros_like(scores), zero, FIRST=True)
+        mbarrier.wait(bars[ODD_LEFT], phase ^ 1)
+        scores = score_half(tiles[Q_LEFT], tiles[ODD_LEFT], scores, zero, FIRST=False)
+        scores = score_half(tiles[Q_ROPE], tiles[ODD_ROPE], scores, zero, FIRST=False)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    return scores, acc, odd_top, weight
+
+
+@gluon.jit
+def write_half(acc, weight, stage, out, heads, COLUMN: gl.constexpr):
+    """Normalise half of the output and write it; out points at the first of this program's heads."""
+    acc = times(acc, 1.0 / gl.where(weight == 0.0, 1.0, weight))
+    if out.dtype.element_ty == gl.float32:
+        head = gl.arange(0, HEADS, gl.SliceLayout(1, OUTPUT))[:, None]
+        column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))[None, :]
+        gl.store(out + head * (2 * HALF) + column, acc, mask=head < heads)
+    else:
+        # Through the query's tile, which nobody reads any more, so that a thread writes 16 bytes.
+        stage.store(acc.to(out.dtype.element_ty))
+        gl.thread_barrier()
+        head = gl.arange(0, HEADS, gl.SliceLayout(1, STAGED))[:, None]
+        column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, STAGED))[None, :]
+        gl.store(out + head * (2 * HALF) + column, stage.load(STAGED), mask=head < heads)
+
+
+@gluon.jit
+def even_half(tiles, notes, tops, totals, bars, result, scale, pairs):
+    """Even blocks, output columns 0-255, and the log-sum-exp."""
+    out, lse, heads = result
+    scale2 = scale * LOG2E
+    zero = pairs >> 30
+    mbarrier.wait(bars[QUERY_FULL], 0)
+    mbarrier.wait(bars[EVEN_LEFT], 0)
+    scores = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
+    scores = score_half(tiles[Q_LEFT], tiles[EVEN_LEFT], scores, zero, FIRST=True)
+    mbarrier.wait(bars[EVEN_RIGHT], 0)
+    scores = score_half(tiles[Q_RIGHT], tiles[EVEN_RIGHT], scores, zero, FIRST=False)
+    scores = score_half(tiles[Q_ROPE], tiles[EVEN_ROPE], scores, zero, FIRST=False)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    running = gl.full([HEADS], LOWEST, gl.float32, PER_HEAD)
+    weight = gl.zeros([HEADS], gl.float32, PER_HEAD)
+    acc = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
+    for pair in range(pairs - 1):
+        state = (scores, acc, running, weight)
+        scores, acc, running, weight = even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST=False)
+    state = (scores, acc, running, weight)
+    scores, acc, running, weight = even_pair(tiles, notes, tops, bars, state, scale2, pairs - 1, LAST=True)
+    totals[0].store(weight)
+    mbarrier.arrive(bars[EVEN_TOTAL])
+    mbarrier.wait(bars[ODD_TOTAL], 0)
+    weight += totals[1].load(PER_HEAD)
+    head = gl.arange(0, HEADS, PER_HEAD)
+    natural = gl.where(weight == 0.0, -float("inf"), running * scale + gl.log(weight))
+    gl.store(lse + head, natural, mask=head < heads)
+    write_half(acc, weight, tiles[Q_LEFT].index(0), out, heads, COLUMN=0)
+
+
+@gluon.jit
+def odd_half(tiles, notes, tops, totals, bars, result, scale, pairs):
+    """Odd blocks and output columns 256-511."""
+    scale2 = scale * LOG2E
+    zero = pairs >> 30
+    mbarrier.wait(bars[QUERY_FULL], 0)
+    mbarrier.wait(bars[ODD_RIGHT], 0)
+    scores = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
+    scores = score_half(tiles[Q_RIGHT], tiles[ODD_RIGHT], scores, zero, FIRST=True)
+    mbarrier.wait(bars[ODD_LEFT], 0)
+    scores = score_half(tiles[Q_LEFT], tiles[ODD_LEFT], scores, zero, FIRST=False)
+    scores = score_half(tiles[Q_ROPE], tiles[ODD_ROPE], scores, zero, FIRST=False)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    running = gl.full([HEADS], LOWEST, gl.float32, PER_HEAD)
+    weight = gl.zeros([HEADS], gl.float32, PER_HEAD)
+    acc = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
+    for pair in range(pairs - 1):
+        state = (scores, acc, running, weight)
+        scores, acc, running, weight = odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST=False)
+    state = (scores, acc, running, weight)
+    scores, acc, running, weight = odd_pair(tiles, notes, tops, bars, state, scale2, pairs - 1, LAST=True)
+    totals[1].store(weight)
+    mbarrier.arrive(bars[ODD_TOTAL])
+    mbarrier.wait(bars[EVEN_TOTAL], 0)
+    weight = totals[0].load(PER_HEAD) + weight
+    write_half(acc, weight, tiles[Q_RIGHT].index(0), result[0], result[2], COLUMN=HALF)
+
+
+@gluon.jit
+def shared(dtype: gl.constexpr, size: gl.constexpr):
+    return gl.allocate_shared_memory(dtype, [size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def tile(lines: gl.constexpr, width: gl.constexpr):
+    """The leading 1 lets a tile be indexed with a run-time 0."""
+    return gl.allocate_shared_memory(gl.bfloat16, [1, lines, width], gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def barrier(count: gl.constexpr):
+    """One allocation each: barriers in one allocation would be taken for aliases and fenced from each other."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=count)
+    return bar
+
+
+@gluon.jit
+def sparse_mla_kernel(
+    query,
+    rows,
+    ids,
+    counts,
+    out,
+    lse,
+    scale,
+    heads,
+    head_tiles,
+    num_rows,
+    columns,
+    query_stride_t,
+    query_stride_h,
+    row_stride,
+    ids_stride,
+    HAS_COUNTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    token = (gl.program_id(0) // head_tiles).to(gl.int64)
+    first = gl.program_id(0) % head_tiles * HEADS
+    here = token * heads + first
+    result = (out + here * (2 * HALF), lse + here, gl.minimum(heads - first, HEADS))
+    query_part = (query + token * query_stride_t + first.to(gl.int64) * query_stride_h, query_stride_h, result[2])
+    if HAS_COUNTS:
+        columns = gl.minimum(columns, gl.load(counts + token).to(gl.int32))
+    row_part = (rows, row_stride, num_rows, ids + token * ids_stride, columns)
+    pairs = gl.maximum((columns + 2 * BLOCK - 1) // (2 * BLOCK), 1)
+
+    quarters = (tile(BLOCK, HALF), tile(BLOCK, HALF), tile(BLOCK, HALF), tile(BLOCK, HALF))
+    query_tiles = (tile(HEADS, HALF), tile(HEADS, HALF), tile(HEADS, ROPE))
+    tiles = quarters + (tile(BLOCK, ROPE), tile(BLOCK, ROPE)) + query_tiles
+    even_notes = (shared(gl.float32, BLOCK), shared(gl.int32, 1))
+    odd_notes = (shared(gl.float32, BLOCK), shared(gl.int32, 1))
+    tops = (shared(gl.float32, HEADS), shared(gl.float32, HEADS))
+    totals = (shared(gl.float32, HEADS), shared(gl.float32, HEADS))
+    # A copy arrives once a producer thread; where the producer also stores, it arrives once more as a whole.
+    full = (barrier(128), barrier(128), barrier(129), barrier(129))
+    free = (barrier(1), barrier(1), barrier(1), barrier(1))
+    exchange = (barrier(1), barrier(1), barrier(1), barrier(1), barrier(1), barrier(1))
+    bars = full + free + (barrier(128),) + exchange
+    gl.warp_specialize(
+        [
+            (even_half, (tiles, even_notes, tops, totals, bars, result, scale, pairs)),
+            (odd_half, (tiles, odd_notes, tops, totals, bars, result, scale, pairs)),
+            (produce, (tiles, even_notes, odd_notes, bars, row_part, query_part, pairs)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
