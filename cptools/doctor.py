@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import cptools
+from cptools.kernels.impl import HOPPER
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,21 @@ def examine(*, timeout: float = 60.0) -> Report:
     ok = {f.name: f.ok for f in machine}
     gpu = any(f.ok for f in gpus)
     runs = (
+        Finding("plans", True, "layouts, shard plans, block tables, resharding: integers"),
         Finding("CPU reference path", True, "one rank, float32, bit-reproducible"),
         _needs("CPU ranks", {"gloo": ok["gloo"]}, "torchrun with the gloo backend"),
         _needs("GPU", {"a CUDA GPU": gpu}, "the reference ops on CUDA tensors"),
         _needs("GPU ranks", {"a CUDA GPU": gpu, "NCCL": ok["nccl"]}, "torchrun with the NCCL backend"),
-        _needs("model loader", {"safetensors": ok["safetensors"]}, "models.glm53 from a checkpoint"),
+        _needs("Triton and Gluon kernels", _triton_needs(ok["triton"]), "chosen by impl='auto' where an op has them"),
+        Finding("host pool", True, "rows in pinned memory" if ok["pinned memory"] else "rows in plain memory"),
+        _needs(
+            "models.glm53",
+            {
+                "a checkout on the path (it is not in the wheel)": _importable("models.glm53"),
+                "safetensors": ok["safetensors"],
+            },
+            "GLM-5.3 from a checkpoint",
+        ),
     )
     return Report(cptools.__version__, machine, runs)
 
@@ -71,6 +82,18 @@ def examine(*, timeout: float = 60.0) -> Report:
 def _needs(name: str, parts: dict[str, bool], what: str) -> Finding:
     missing = [part for part, there in parts.items() if not there]
     return Finding(name, not missing, "needs " + " and ".join(missing) if missing else what)
+
+
+def _triton_needs(installed: bool) -> dict[str, bool]:
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= HOPPER
+    return {f"a CUDA GPU of sm_{HOPPER[0]}{HOPPER[1]} or newer": hopper, "triton": installed}
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def _gpus() -> tuple[Finding, ...]:

@@ -1,8 +1,11 @@
 """The `cptools` command."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,8 +35,8 @@ def test_doctor_text_says_what_is_missing(capsys):
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     for finding in examine().runs:
-        line = next(line for line in text.splitlines() if finding.name in line and finding.detail in line)
-        assert line.split()[0] == ("yes" if finding.ok else "no")
+        answer = "yes" if finding.ok else "no"
+        assert re.search(rf"^ *{answer} +{re.escape(finding.name)} +{re.escape(finding.detail)}$", text, re.MULTILINE)
 
 
 def test_doctor_survives_a_package_whose_import_kills_the_process(tmp_path, monkeypatch):
@@ -46,6 +49,34 @@ def test_doctor_survives_a_package_whose_import_kills_the_process(tmp_path, monk
     nixl = next(f for f in examine().machine if f.name == "nixl")
     assert not nixl.ok
     assert "exit status 9" in nixl.detail
+
+
+def test_doctor_does_not_promise_a_model_that_is_not_installed(tmp_path):
+    """As after an install of the wheel, which holds cptools alone."""
+    root = Path(cptools.__file__).parents[1]
+    (tmp_path / "cptools").symlink_to(root / "cptools")
+    code = f"""
+import sys
+sys.path = [folder for folder in sys.path if folder != {str(root)!r}]
+import cptools.cli
+cptools.cli.main(["doctor", "--json"])
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stderr
+    model = json.loads(child.stdout)["runs"]["models.glm53"]
+    assert not model["ok"]
+    assert "not in the wheel" in model["detail"]
+
+
+def test_doctor_finds_the_model_of_a_checkout():
+    assert next(f for f in examine().runs if f.name == "models.glm53").ok
 
 
 def test_unknown_command_is_refused():
