@@ -1,8 +1,17 @@
-"""A small GLM-5.3 with random weights, and a long real text for it: bytes of Python's own standard library."""
+"""A small GLM-5.3 with random weights, and a long real text for it: bytes of Python's own standard library.
+
+    python examples/demo_model.py DIR [--mtp]
+
+writes the checkpoint: config.json and model.safetensors, under the names of the released one.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import sysconfig
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from models.glm53 import GLM53Config
@@ -40,9 +49,10 @@ CONFIG = GLM53Config(
 """Every kind of layer of GLM-5.3 in eight: dense or mixture, with its own indexer or sharing an earlier one."""
 
 
-def save_demo_checkpoint(path: Path, *, seed: int = 0) -> None:
-    """config.json and model.safetensors of `CONFIG` with random weights."""
-    save_checkpoint(path, CONFIG, random_tensors(CONFIG, seed=seed))
+def save_demo_checkpoint(path: Path, *, mtp: bool = False, seed: int = 0) -> None:
+    """config.json and model.safetensors of `CONFIG` with random weights; with ``mtp`` an MTP layer."""
+    config = replace(CONFIG, num_nextn_predict_layers=1, index_share_for_mtp_iteration=True) if mtp else CONFIG
+    save_checkpoint(path, config, random_tensors(config, seed=seed))
 
 
 def standard_library_prompt(tokens: int) -> list[int]:
@@ -66,3 +76,21 @@ def standard_library_prompt(tokens: int) -> list[int]:
 def as_text(ids: list[int]) -> str:
     """Generated ids as the bytes they stand for, quoted."""
     return repr(bytes(token for token in ids if token < BEGIN))[1:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write a small GLM-5.3 checkpoint with random weights.")
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--mtp", action="store_true", help="with the multi-token-prediction layer")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        save_demo_checkpoint(args.folder, mtp=args.mtp, seed=args.seed)
+    except OSError as error:
+        parser.error(str(error))
+    print(f"{args.folder}: {CONFIG.num_hidden_layers} layers{' and an MTP layer' if args.mtp else ''}, random weights")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

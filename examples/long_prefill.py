@@ -4,8 +4,9 @@
 
 The checkpoint is made on the spot: a small GLM-5.3 with random weights, so what it writes is noise. Every number of it
 is compared: the logits of all prompt positions, of all decode steps, and the ids; bit by bit on CPUs, which is how the
-reference kernels are made. GPUs sum in another order for other shapes: say --atol there. Exit status: 0 equal, 1 not
-equal, 2 wrong flags. With --sabotage one module is replaced by a broken one, and the comparison says `no`.
+reference kernels are made. GPUs sum in another order for other shapes: say --atol there. With --sabotage one module is
+replaced by a broken one, and the comparison says `no`. A rank's exit status: 0 equal, 1 not equal or failed, 2 refused
+flags. torchrun exits 1 for any but 0, and ends with a report that names the status and the reason of a refusal.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cptools import ParallelConfig, ParallelGroups
+from cptools import ParallelConfig, ParallelGroups, init_world
 from cptools.cp_kv import TrafficCounters
-from cptools.parallel import init_world
 from cptools.step_plan import StepPlan
 from examples.demo_model import CONFIG, as_text, save_demo_checkpoint, standard_library_prompt
-from examples.sabotage import KINDS, sabotage
-from examples.world import device_type, refuse
+from examples.sabotage import KINDS, check_sabotage, sabotage
+from examples.world import FlagParser, device_type, refuse
 from models.glm53 import GLM53
 
 MIB = 2**20
@@ -91,7 +91,7 @@ def generate(model: GLM53, prompt: list[int], args: argparse.Namespace, name: st
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     world = int(os.environ.get("WORLD_SIZE", 1))
     parser.add_argument("--tokens", type=int, default=16_384, help="length of the prompt")
     parser.add_argument("--chunk", type=int, default=4096, help="prompt tokens of a prefill step")
@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         positions = args.tokens + args.decode_steps
         if positions > CONFIG.max_position_embeddings:
             raise ValueError(f"{positions} positions are needed, the model has {CONFIG.max_position_embeddings}")
+        if args.sabotage:
+            check_sabotage(args.sabotage, pcp=args.pcp, dcp=args.dcp, tokens=args.tokens, chunk=args.chunk)
         if sizes.world_size != int(os.environ["WORLD_SIZE"]):
             raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
     except ValueError as error:

@@ -18,8 +18,18 @@ from models.glm53 import GLM53
 KINDS = ("positions", "chunk", "lse")
 
 
+def check_sabotage(kind: str, *, pcp: int, dcp: int, tokens: int, chunk: int) -> None:
+    """ValueError where the broken module would do nothing wrong, or nothing at all."""
+    if kind == "positions" and (pcp == 1 or min(tokens, chunk) == 1):
+        raise ValueError(f"sabotage=positions needs pcp > 1 and steps of 2 tokens: {pcp=}, {tokens=}, {chunk=}")
+    if kind == "chunk" and tokens <= chunk:
+        raise ValueError(f"sabotage=chunk drops the second chunk, and there is one: {tokens=}, {chunk=}")
+    if kind == "lse" and dcp == 1:
+        raise ValueError("sabotage=lse breaks the merge over DCP ranks, which needs dcp > 1: dcp=1")
+
+
 def sabotage(model: GLM53, kind: str, *, chunk: int) -> None:
-    """Put the broken module `kind` of `KINDS` in the model. `chunk`: tokens of a prefill step."""
+    """Put the broken module `kind` of `KINDS` in the model. `chunk`: tokens of a prefill step. See `check_sabotage`."""
     if kind == "positions":
         model.cp = RankLocalPositions(group=model.cp.group, world_size=model.cp.world_size, rank=model.cp.rank)
     elif kind == "chunk":
@@ -57,7 +67,7 @@ class _RankLocalPlan(CPPlan):
 
 
 class ForgetsSecondChunk(RoundRobinKVShard):
-    """Has no slot for the tokens of the second chunk: their rows are dropped, and read as zeros."""
+    """Has no slot for the tokens of the second chunk: their rows are dropped, and memory that nobody wrote is read."""
 
     def __init__(self, chunk: int, **shard: object) -> None:
         super().__init__(**shard)  # type: ignore[arg-type]

@@ -3,8 +3,12 @@
     torchrun --nproc-per-node 4 examples/verify_parallel.py --checkpoint DIR --pcp 4 --dcp 2 --json
 
 All ranks run the prompts as one batch (with --alone each by itself too). Then the groups are closed and rank 0 runs the
-batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. Exit status:
-0 equal, 1 not equal, 2 wrong flags or checkpoint.
+batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. With --json the
+last line is one JSON object, in which a difference that is NaN or infinite is null.
+
+A rank's exit status: 0 equal, 1 not equal or failed, 2 refused flags, prompts or checkpoint. torchrun exits 1 for any
+but 0, and ends with a report that names the status and the reason of a refusal. `python examples/demo_model.py DIR`
+makes a small checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import json
 import math
 import os
 import sys
+import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +32,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cptools import ParallelConfig, ParallelGroups
+from cptools import ParallelConfig, ParallelGroups, init_world
 from cptools.cp_kv import TrafficCounters
-from cptools.parallel import init_world
 from cptools.step_plan import StepPlan
-from examples.world import device_type, refuse
+from examples.world import FlagParser, device_type, refuse
 from models.glm53 import GLM53, GLM53Config
 
 DECODE_STEPS = 16
@@ -138,12 +143,11 @@ def dump(folder: Path, prompts: Sequence[Sequence[int]], results: Sequence[Promp
         tensors[f"p{i}.logits"] = result.logits.contiguous()
         tensors[f"p{i}.generated"] = torch.tensor(result.generated[:DECODE_STEPS])
         tensors |= {f"p{i}.layer{layer}.topk": topk[: len(prompt)].contiguous() for layer, topk in result.topk.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "parallel.safetensors")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
     parser.add_argument("--pcp", type=int, default=1, metavar="W", help="ranks that split the queries of a prompt")
     parser.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that split one copy of the KV")
@@ -175,7 +179,10 @@ def length_list(text: str) -> tuple[int, ...]:
 def make_prompts(args: argparse.Namespace, config: GLM53Config) -> list[list[int]]:
     """Random prompts, or the file's. Raises ValueError on any that the model cannot run."""
     if args.prompts is not None:
-        prompts = json.loads(args.prompts.read_text())
+        try:
+            prompts = json.loads(args.prompts.read_text())
+        except ValueError as error:
+            raise ValueError(f"{args.prompts} is not JSON: {error}") from error
         if not (isinstance(prompts, list) and all(isinstance(p, list) and {*map(type, p)} <= {int} for p in prompts)):
             raise ValueError(f"{args.prompts} is not a list of lists of token ids")
     else:
@@ -186,8 +193,10 @@ def make_prompts(args: argparse.Namespace, config: GLM53Config) -> list[list[int
     if not prompts:
         raise ValueError("there are no prompts")
     for i, prompt in enumerate(prompts):
-        if not prompt or min(prompt) < 0 or max(prompt) >= config.vocab_size:
-            raise ValueError(f"prompt {i} is empty or has ids outside the vocabulary of {config.vocab_size}")
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty")
+        if outside := sorted({token for token in prompt if not 0 <= token < config.vocab_size}):
+            raise ValueError(f"prompt {i} has ids outside [0, {config.vocab_size}), among them {outside[:4]}")
         if len(prompt) + DECODE_STEPS > config.max_position_embeddings:
             raise ValueError(
                 f"prompt {i}: {len(prompt)} tokens and {DECODE_STEPS} decode steps exceed "
@@ -206,10 +215,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (args.chunk is not None and args.chunk < 1) or args.timeout <= 0 or not args.atol >= 0:
             raise ValueError(f"--chunk {args.chunk}, --timeout {args.timeout}, --atol {args.atol}: out of range")
         prompts = make_prompts(args, GLM53Config.from_pretrained(args.checkpoint))
+        if args.dump is not None:
+            # Now and not after the run; on every rank, so that all refuse.
+            args.dump.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=args.dump):
+                pass
     except (ValueError, OSError) as error:
         refuse(error)
 
+    start, speaks = time.perf_counter(), os.environ["RANK"] == "0"
+    if speaks:
+        print(
+            f"{len(prompts)} prompts, {sum(map(len, prompts)):,} tokens and {DECODE_STEPS} decode steps each: "
+            f"PCP {sizes.pcp} x DCP {sizes.dcp} on {device}, {args.kv_rows} rows ...",
+            flush=True,
+        )
     results, alone, reports = run_parallel(args, sizes, device, prompts)
+    if speaks:
+        print(f"{time.perf_counter() - start:.1f} s; the same on one rank ...", flush=True)
     if not reports:
         return 0
     if args.dump is not None:
@@ -241,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print("\n".join(f"{name}: {value}" for name, value in report.items()))
     if args.json:
-        print(json.dumps(report))
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in report.items()}
+        print(json.dumps(finite, allow_nan=False))
     sys.stdout.flush()
     return 0 if equal else 1
 

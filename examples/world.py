@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
+import time
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -25,6 +29,18 @@ def device_type(asked: str | None = None) -> str:
 
 
 def refuse(reason: object) -> NoReturn:
-    """End this rank with exit status 2. Call it on all ranks alike, before any work."""
-    sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {reason}\n")
+    """End this rank with exit status 2. Call it on all ranks alike.
+
+    The reason goes to stderr and into the report with which torchrun ends, below its own traceback.
+    """
+    sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: refused: {reason}\n")
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).write_text(json.dumps({"message": f"refused: {reason}", "timestamp": int(time.time())}))
     sys.exit(2)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Refuses wrong flags as the examples refuse everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(message)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples import demo_model, long_prefill, verify_parallel
 from examples.demo_model import CONFIG
+from models.glm53 import GLM53Config
 from models.glm53.weights import random_tensors, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,14 +83,79 @@ def test_dump_holds_what_the_ranks_made(checkpoint, tmp_path):
             assert all(row[:n].tolist() == sorted(row[:n].tolist()) for row, n in zip(topk, counts, strict=True))
 
 
-@pytest.mark.parametrize("flags, reason", [("--tp 2", "tp=2"), ("--pcp 2 --lengths 5,0", "(5, 0)")])
-def test_wrong_flags_are_refused_on_every_rank(checkpoint, flags, reason):
-    run = torchrun(2, "verify_parallel.py", "--checkpoint", checkpoint, *flags.split())
-    assert run.returncode != 0
-    for rank in (0, 1):
-        (line,) = [line for line in run.stderr.splitlines() if line.startswith(f"rank {rank}: ")]
-        assert reason in line
-    assert "exitcode  : 2" in run.stderr
+def test_a_refusal_ends_the_report_of_torchrun(checkpoint):
+    run = torchrun(2, "verify_parallel.py", "--checkpoint", checkpoint, "--tp", 2)
+    assert run.returncode == 1
+    report = run.stderr[run.stderr.rindex("Root Cause") :]
+    assert "exitcode  : 2" in report
+    assert "refused: tp=2" in report
+
+
+def refusal(main, monkeypatch, capsys, rank, *flags):
+    """What one of two ranks says when it refuses these flags; without torchrun, since it does so before it connects."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main([*map(str, flags), "--device", "cpu"])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--pcp 3", "torchrun started 2"),
+        ("--pcp 2 --lengths 5,0", "(5, 0)"),
+        ("--pcp 2 --chunk 0", "--chunk 0"),
+        ("--pcp two", "two"),
+        ("--pcp 2 --prompts {dir}/empty.json", "prompt 1 is empty"),
+        ("--pcp 2 --prompts {dir}/outside.json", "prompt 0 has ids outside [0, 257), among them [-3, 257]"),
+        ("--pcp 2 --prompts {dir}/broken.json", "broken.json is not JSON"),
+        ("--pcp 2 --prompts {dir}/none.json", "none.json"),
+        ("--pcp 2 --dump {dir}/empty.json/out", "empty.json"),
+    ],
+)
+def test_wrong_flags_are_refused_on_every_rank(checkpoint, tmp_path, monkeypatch, capsys, rank, flags, reason):
+    for name, text in {"empty": "[[1], []]", "outside": "[[257, 5, -3]]", "broken": "[[1"}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    flags = flags.format(dir=tmp_path).split()
+    said = refusal(verify_parallel.main, monkeypatch, capsys, rank, "--checkpoint", checkpoint, *flags)
+    assert said.startswith(f"rank {rank}: refused: ")
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--dcp 1 --sabotage lse", "dcp=1"),
+        ("--pcp 1 --sabotage positions", "pcp=1"),
+        ("--tokens 1500 --chunk 2000 --sabotage chunk", "tokens=1500, chunk=2000"),
+        ("--chunk 0", "--chunk 0"),
+        ("--pcp 3 --dcp 1", "torchrun started 2"),
+    ],
+)
+def test_demo_refuses_what_would_show_nothing(monkeypatch, capsys, flags, reason):
+    assert reason in refusal(long_prefill.main, monkeypatch, capsys, 1, *flags.split())
+
+
+def test_a_difference_that_is_no_number_is_null_in_json(checkpoint, monkeypatch, capsys):
+    """JSON knows neither NaN nor Infinity."""
+
+    def nan_logits(args, sizes, device, prompts):
+        results, traffic, rows = verify_parallel.run(verify_parallel.load(args, device), prompts, None)
+        results[0].logits[0, 0] = float("nan")
+        return results, [], [verify_parallel.RankReport(rows, traffic, "")]
+
+    monkeypatch.setattr(verify_parallel, "run_parallel", nan_logits)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ["--checkpoint", str(checkpoint), "--lengths", "3", "--json", "--device", "cpu"]
+    assert verify_parallel.main(flags) == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1], parse_constant=pytest.fail)
+    assert report["max_logit_diff"] is None
+    assert report["equal"] is False
 
 
 @pytest.mark.parametrize("sabotage", [None, "positions", "chunk", "lse"])
@@ -98,3 +165,9 @@ def test_demo_says_whether_ranks_equal_one_rank(sabotage):
     verdict = [line for line in run.stdout.splitlines() if line.startswith("equal to one rank:")]
     assert verdict == [f"equal to one rank: {'no' if sabotage else 'yes'}"], run.stdout + run.stderr
     assert (run.returncode == 0) == (sabotage is None)
+
+
+def test_demo_checkpoint_from_the_command_line(tmp_path, capsys):
+    for flags, layers in ([], 0), (["--mtp"], 1):
+        assert demo_model.main([str(tmp_path / "demo"), *flags]) == 0
+        assert GLM53Config.from_pretrained(tmp_path / "demo").num_nextn_predict_layers == layers
