@@ -1,5 +1,88 @@
 """Exact top-k with one total order: score descending, position ascending."""
 
-from .reference import INVALID, decode_order, encode_order, merge_orders, topk_select
+from __future__ import annotations
 
-__all__ = ["INVALID", "decode_order", "encode_order", "merge_orders", "topk_select"]
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import impl as implementations
+from . import reference
+from .reference import INVALID, decode_order, encode_order
+
+__all__ = [
+    "INVALID",
+    "choose_merge_orders",
+    "choose_topk_select",
+    "decode_order",
+    "encode_order",
+    "merge_orders",
+    "topk_select",
+]
+
+MAX_K = 2048
+"""Largest k of the Triton kernel."""
+
+
+def _triton_obstacle(rows: Tensor, k: int) -> str | None:
+    if rows.device.type == "cuda" and k > MAX_K:
+        return f"k is {k}, more than {MAX_K}"
+    if rows.device.type == "cuda" and rows.dim() == 2 and rows.shape[1] >= 2**31:
+        return f"rows of {rows.shape[1]} columns, more than int32 counts"
+    return implementations.triton_obstacle(rows.device)
+
+
+def choose_topk_select(scores: Tensor, k: int, *, impl: str = "auto") -> implementations.Choice:
+    """What `topk_select` would run for these inputs."""
+    return implementations.choose("topk_select", impl, {"triton": _triton_obstacle(scores, k)})
+
+
+def choose_merge_orders(keys: Tensor, k: int, *, impl: str = "auto") -> implementations.Choice:
+    """What `merge_orders` would run for these inputs."""
+    return implementations.choose("merge_orders", impl, {"triton": _triton_obstacle(keys, k)})
+
+
+def topk_select(
+    scores: Tensor,
+    k: int,
+    *,
+    lengths: Tensor | None = None,
+    sorted_by: Literal["score", "none"] = "score",
+    positions_dtype: torch.dtype = torch.int64,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Exact top-k of each row: scores [T, S] float32 -> (positions [T, k], scores [T, k] float32).
+
+    Row t considers its first ``lengths[t]`` columns (integers on the scores' device, clamped to [0, S]; all of them by
+    default). The set is that of score descending, position ascending, with -0.0 equal to 0.0 and NaN above everything;
+    valid entries come first, the rest is position -1, score -inf. sorted_by: "score" gives the valid entries in that
+    order; "none" in any, which is faster and may differ from run to run. positions_dtype: int64 or int32.
+
+    Local, on the current stream; with the Triton kernel no host sync, and allowed in CUDA-graph capture.
+    """
+    choice = choose_topk_select(scores, k, impl=impl)
+    if sorted_by not in ("score", "none"):
+        raise ValueError(f"topk_select: sorted_by must be 'score' or 'none', got {sorted_by!r}")
+    if positions_dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"topk_select: positions_dtype must be int64 or int32, got {positions_dtype}")
+    reference.check_topk_select(scores, k, lengths)
+    if choice.impl == "reference":
+        positions, chosen = reference.topk_select(scores, k, lengths=lengths)
+        return positions.to(positions_dtype), chosen
+    from .triton import topk_select as kernel
+
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    selected: tuple[Tensor, Tensor] = kernel(scores, k, lengths, sorted_by == "score", positions_dtype)
+    return selected
+
+
+def merge_orders(keys: Tensor, k: int, *, impl: str = "auto") -> Tensor:
+    """The k largest of int64 keys [T, C], descending, padded with INVALID -> [T, k]. As `topk_select` runs."""
+    if choose_merge_orders(keys, k, impl=impl).impl == "reference":
+        return reference.merge_orders(keys, k)
+    from .triton import merge_orders as kernel
+
+    merged: Tensor = kernel(keys if keys.stride(1) == 1 else keys.contiguous(), k)
+    return merged

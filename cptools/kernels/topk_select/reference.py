@@ -43,16 +43,21 @@ def merge_orders(keys: Tensor, k: int) -> Tensor:
     return torch.topk(keys, k, dim=1, sorted=True).values
 
 
+def check_topk_select(scores: Tensor, k: int, lengths: Tensor | None) -> None:
+    """ValueError unless these are arguments of `topk_select`."""
+    if scores.dim() != 2 or scores.dtype != torch.float32 or k < 1:
+        raise ValueError(f"topk_select: scores must be float32 [T, S] and k >= 1, got {tuple(scores.shape)}, k={k}")
+    if lengths is not None and lengths.shape != scores.shape[:1]:
+        raise ValueError(f"topk_select: lengths must be [{scores.shape[0]}], got {tuple(lengths.shape)}")
+
+
 def topk_select(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Exact top-k of each row: scores [T, S] float32 -> (positions [T, k] int64, scores [T, k] float32).
 
     Row t considers its first ``lengths[t]`` columns (clamped to [0, S]; all of them by default). Valid entries come
     first, in order; the rest is position -1, score -inf.
     """
-    if scores.dim() != 2 or scores.dtype != torch.float32 or k < 1:
-        raise ValueError(f"topk_select: scores must be float32 [T, S] and k >= 1, got {tuple(scores.shape)}, k={k}")
-    if lengths is not None and lengths.shape != scores.shape[:1]:
-        raise ValueError(f"topk_select: lengths must be [{scores.shape[0]}], got {tuple(lengths.shape)}")
+    check_topk_select(scores, k, lengths)
     columns = torch.arange(scores.shape[1], device=scores.device)
     keys = encode_order(scores, columns)
     if lengths is not None:
