@@ -1,26 +1,104 @@
-"""What the documents say can be run, and names every file it should."""
+"""What the documents say can be run, and names every file it should.
 
+A Python block runs as it stands, in a folder that holds the demo checkpoint. One that begins with "# torchrun" runs
+under torchrun, and one that begins with "# on every rank" on two ranks with the `groups` that it names.
+"""
+
+import contextlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from cptools import ParallelConfig, ParallelGroups
+from examples import demo_model
+from tests.ranks.harness import run_ranks
+
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_example_of_the_readme_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def named(kind: str) -> list[tuple[str, str]]:
+    """(page and number, source) of all blocks of one kind: how they begin, "" for those of one process."""
+    found = [(f"{page.name}-{i}", block) for page in PAGES for i, block in enumerate(blocks(page))]
+    kinds = ("# torchrun", "# on every rank")
+    return [(name, b) for name, b in found if next((k for k in kinds if b.startswith(k)), "") == kind]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("docs")
+    assert demo_model.main([str(path / "demo")]) == 0
+    return path
+
+
+@pytest.mark.parametrize("name, block", [pytest.param(n, b, id=n) for n, b in named("")])
+def test_block_runs(name, block, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    exec(compile(block, name, "exec"), {})
+
+
+def test_first_example_of_the_readme_prints_what_it_should(capsys):
+    exec(compile(blocks(ROOT / "README.md")[0], "README.md", "exec"), {})
     assert capsys.readouterr().out == "(167167, 166833, 166500)\n"
+
+
+def test_every_page_shows_code_and_every_primitive_its_ranks():
+    assert all(blocks(page) for page in PAGES)
+    assert [name.partition("-")[0] for name, _ in named("# on every rank")] == [
+        "architecture.md",
+        "kv_layout.md",
+        "lse_merge.md",
+    ]
+
+
+def test_example_under_torchrun(tmp_path):
+    ((_, block),) = named("# torchrun")
+    (tmp_path / "ranks.py").write_text(block)
+    command = block.splitlines()[0].removeprefix("# torchrun ").split()
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == [
+        "rank 0: positions [0, 1, 2, 8, 9, 10, 32, 36]",
+        "rank 1: positions [3, 4, 5, 6, 7, 33, 34, 35]",
+    ]
+
+
+def run_blocks(rank: int, world_size: int, folder: str, sources: list[tuple[str, str]]) -> None:
+    with contextlib.chdir(folder), ParallelGroups.from_world(ParallelConfig(pcp=2, dcp=2)) as groups:
+        for name, source in sources:
+            exec(compile(source, name, "exec"), {"groups": groups})
+
+
+def test_blocks_on_every_rank_run(folder):
+    sources = named("# on every rank")
+    assert all("ParallelGroups.from_world(ParallelConfig(pcp=2, dcp=2))" in source for _, source in sources)
+    run_ranks(run_blocks, 2, str(folder), sources)
 
 
 def test_floor_plan_names_every_file():
     plan = (ROOT / "docs/architecture.md").read_text().split("```")[1]
-    named = set(re.findall(r"\w+\.py", plan)) - {"reference.py"}
+    named_files = set(re.findall(r"\w+\.py", plan)) - {"impl.py"}
     folders = [ROOT / "cptools", ROOT / "models/glm53", ROOT / "examples"]
     there = {file.name for folder in folders for file in folder.glob("*.py")}
-    assert named == there
+    assert named_files == there
 
 
 def test_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
