@@ -26,16 +26,21 @@ def store_rows(pages: Tensor, slots: Tensor, rows: Tensor, *, planes: Sequence[i
     Local. Slots must be unique (the caller's slot mapping names one writer per row). Raises ValueError on a slot
     below -1 or beyond the pages.
     """
-    if rows.dtype != torch.uint8 or rows.shape != (slots.shape[0], sum(planes)):
-        raise ValueError(
-            f"store_rows: rows must be uint8 [{slots.shape[0]}, {sum(planes)}], got {rows.dtype} {tuple(rows.shape)}"
-        )
+    check_rows(slots, rows, planes)
     check_slots("store_rows", slots, pages.shape[0] * page_size)
     kept = slots >= 0
     slots, rows = slots[kept], rows[kept]
     page, offset = slots // page_size, slots % page_size
     for view, start, stop in page_planes(pages, planes, page_size):
         view[page, offset] = rows[:, start:stop]
+
+
+def check_rows(slots: Tensor, rows: Tensor, planes: Sequence[int]) -> None:
+    """ValueError unless rows are uint8, one a slot, of the width of all planes."""
+    if rows.dtype != torch.uint8 or rows.shape != (slots.shape[0], sum(planes)):
+        raise ValueError(
+            f"store_rows: rows must be uint8 [{slots.shape[0]}, {sum(planes)}], got {rows.dtype} {tuple(rows.shape)}"
+        )
 
 
 def check_slots(op: str, slots: Tensor, num_slots: int) -> None:
