@@ -4,7 +4,7 @@ The way of one prompt through these names, top to bottom:
 
 ==========================  =================================================================
 `ParallelConfig`            the sizes of a world (pcp, dcp, tp, ep, dp), checked without torch.distributed
-`ParallelGroups`            the process groups of such a world; passed down, never global
+`ParallelGroups`            the process groups of such a world (`init_world` joins it); passed down, never global
 `LoadBalancedCPShard`       cuts prompts over PCP ranks: `plan` (a `CPPlan`), `shard`, `unshard`
 `KVLayout`                  which rank owns the cached row of a token, and at which local index
 `RoundRobinKVShard`         the same with tensors: slots, localised top-k, gather of a context
@@ -24,7 +24,7 @@ from cptools.kv_shard import RoundRobinKVShard
 from cptools.layout import KVLayout
 from cptools.lse_merge import LSEMerge
 from cptools.page_allocator import PoolExhausted
-from cptools.parallel import ParallelGroups
+from cptools.parallel import ParallelGroups, init_world
 from cptools.parallel_config import ParallelConfig
 from cptools.partial import Partial, merge_partials
 from cptools.reshard import Run, plan_reshard
@@ -41,6 +41,7 @@ __all__ = [
     "PoolExhausted",
     "RoundRobinKVShard",
     "Run",
+    "init_world",
     "merge_partials",
     "plan_reshard",
 ]

@@ -6,6 +6,7 @@ on the caller's current stream. Rows move as bytes, so any dtype does (bool, fp8
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from cptools.integers import require_int
 
 # torch 2.13 renamed both and warns about the old names, older ones have only these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,6 +40,7 @@ def group_coordinates(group: ProcessGroup | None, world_size: int | None, rank: 
         return size, own
     if world_size is None or rank is None:
         raise ValueError(f"give group, or both numbers: world_size={world_size}, rank={rank}")
+    world_size, rank = require_int("world_size", world_size), require_int("rank", rank)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not a rank of world_size={world_size}")
     return world_size, rank
@@ -157,3 +161,24 @@ def all_reduce_sum(x: Tensor, *, group: ProcessGroup) -> Tensor:
 def _flat(x: Tensor) -> Tensor:
     # Not view(-1): a contiguous tensor of at most one element may have any stride, which view(dtype) then refuses.
     return x.contiguous().as_strided((x.numel(),), (1,))
+
+
+def require_agreement(what: str, value: object, *, group: ProcessGroup) -> None:
+    """Check that `value` (by its repr) is the same on all ranks. Collective: one all-gather of a hash; a sync.
+
+    Raises:
+        ValueError: on all ranks alike, with the ranks that differ from rank 0.
+    """
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).unsqueeze(0)
+    device = torch.device("cuda", torch.cuda.current_device()) if _is_nccl(group) else torch.device("cpu")
+    world_size = dist.get_world_size(group)
+    every = all_gather_rows(mine.to(device), [1] * world_size, group=group).tolist()
+    if others := [rank for rank in range(world_size) if every[rank] != every[0]]:
+        raise ValueError(
+            f"{what} differs between ranks: ranks {others} do not have that of rank 0; here it is {value!r}"
+        )
+
+
+def _is_nccl(group: ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend(group)

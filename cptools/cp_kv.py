@@ -9,7 +9,7 @@ selection is made global by exchanging candidates, and the partial results merge
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .cp_shard import LoadBalancedCPShard
 from .formats import IndexRows, MlaRows
+from .integers import require_int
 from .kernels.indexer_topk import indexer_topk
 from .kernels.sparse_mla import sparse_mla
 from .kernels.topk_select import INVALID, decode_order, encode_order, merge_orders
@@ -44,6 +45,10 @@ class TrafficCounters:
     context_bytes: int = 0
     """Received with gathered contexts, in all layers."""
 
+    def since(self, before: TrafficCounters) -> TrafficCounters:
+        """What came on top of an earlier state of these counters."""
+        return TrafficCounters(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
 
 @dataclass(frozen=True)
 class RowBlock:
@@ -57,7 +62,8 @@ class RowBlock:
 
 def check_decode_parts(decode_parts: int, kv: RoundRobinKVShard) -> None:
     """ValueError unless decode attention can be summed in that many parts: any number on one rank, else one a rank."""
-    if decode_parts < 1 or (kv.world_size > 1 and decode_parts not in (1, kv.world_size)):
+    require_int("decode_parts", decode_parts, minimum=1)
+    if kv.world_size > 1 and decode_parts not in (1, kv.world_size):
         raise ValueError(f"decode_parts={decode_parts} does not fit {kv.world_size} DCP ranks")
 
 

@@ -12,6 +12,7 @@ import torch
 
 _Int64 = npt.NDArray[np.int64]
 
+_MAX_PAIRS = 2**62  # int64 counts them
 STRATEGIES = ("zigzag", "interleave")
 
 
@@ -117,6 +118,11 @@ def make_cp_plan(
     if len(context) != len(lens):
         raise ValueError(f"{len(context)} context_lens for {len(lens)} query_lens")
 
+    work = float((lens.astype(np.float64) * (context.astype(np.float64) + lens)).sum())
+    if work > _MAX_PAIRS:
+        raise ValueError(
+            f"lengths up to {lens.max()} behind contexts up to {context.max()} make {work:.3g} causal pairs"
+        )
     begin, length, stride = _segments(lens, world_size, strategy)
     # kv_lens within a segment: context + begin + 1, then on by stride.
     pairs = length * (context[:, None, None] + begin + 1) + stride * (length * (length - 1) // 2)
@@ -148,6 +154,8 @@ def _as_lengths(name: str, values: Sequence[int] | torch.Tensor) -> _Int64:
         return np.zeros(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be integers, not {array.dtype}")
+    if array.max() > _MAX_PAIRS:
+        raise ValueError(f"{name}[{int(array.argmax())}]={array.max()} is beyond 2^62")
     if array.min() < 0:
         worst = int(array.argmin())
         raise ValueError(f"{name}[{worst}]={array[worst]} is negative")

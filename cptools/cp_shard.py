@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cptools.collectives import all_gather_rows, group_coordinates
+from cptools.collectives import all_gather_rows, group_coordinates, require_agreement
 from cptools.cp_plan import STRATEGIES, CPPlan, make_cp_plan
 
 
@@ -23,6 +23,9 @@ class LoadBalancedCPShard:
             if there is more than one rank.
         world_size, rank: instead of a group, for planning and `shard` alone.
         strategy: "zigzag" or "interleave".
+        check_plans: before each collective, compare the plans of all ranks and raise on all of them where they differ.
+            For debugging: it costs an all-gather and a sync. Without it, ranks that disagree on the lengths get wrong
+            rows, or fail in the transfer.
 
     Raises:
         ValueError: neither or contradicting group and numbers, or no such strategy.
@@ -35,12 +38,14 @@ class LoadBalancedCPShard:
         world_size: int | None = None,
         rank: int | None = None,
         strategy: str = "zigzag",
+        check_plans: bool = False,
     ) -> None:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy={strategy!r} must be one of {STRATEGIES}")
         self.group = group
         self.world_size, self.rank = group_coordinates(group, world_size, rank)
         self.strategy = strategy
+        self.check_plans = check_plans
 
     def plan(self, query_lens: Sequence[int] | Tensor, context_lens: Sequence[int] | Tensor | None = None) -> CPPlan:
         """This rank's plan of a step: R requests with so many new and so many cached tokens. Local."""
@@ -74,7 +79,7 @@ class LoadBalancedCPShard:
                 and no group.
         """
         self._check(plan, x_local, dim, plan.counts[self.rank])
-        rows = self._gather(x_local.movedim(dim, 0), plan.counts)
+        rows = self._gather(x_local.movedim(dim, 0), plan.counts, plan)
         return rows.index_select(0, plan.restore_index.to(rows.device)).movedim(0, dim)
 
     def unshard_rows(self, x_local: Tensor, plan: CPPlan, packed_index: Sequence[int] | Tensor) -> Tensor:
@@ -100,7 +105,7 @@ class LoadBalancedCPShard:
         owner = torch.searchsorted(stops, rank_major, right=True)
         own_rows = rank_major[owner == self.rank] - (stops[self.rank] - plan.counts[self.rank])
         counts = owner.bincount(minlength=self.world_size).tolist()
-        rows = self._gather(x_local.index_select(0, own_rows.to(x_local.device)), counts)
+        rows = self._gather(x_local.index_select(0, own_rows.to(x_local.device)), counts, plan)
         # The rows arrive sorted by owner, the order asked for kept within each.
         arrival = owner.argsort(stable=True).argsort()
         return rows.index_select(0, arrival.to(rows.device))
@@ -111,13 +116,16 @@ class LoadBalancedCPShard:
         Args and errors as in `unshard`, along dim 0.
         """
         self._check(plan, x_local, 0, plan.counts[self.rank])
-        return self._gather(x_local, plan.counts)
+        return self._gather(x_local, plan.counts, plan)
 
-    def _gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def _gather(self, rows: Tensor, counts: Sequence[int], plan: CPPlan) -> Tensor:
         if self.world_size == 1:
             return rows
         if self.group is None:
             raise ValueError(f"a collective over world_size={self.world_size} ranks needs group=")
+        if self.check_plans:
+            identity = (plan.strategy, plan.query_lens, plan.context_lens, rows.dtype, tuple(rows.shape[1:]))
+            require_agreement("the plan (strategy, query_lens, context_lens) or row", identity, group=self.group)
         return all_gather_rows(rows, counts, group=self.group)
 
     def _check(self, plan: CPPlan, x: Tensor, dim: int, rows: int) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .integers import require_int
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SCALE_BLOCK = 128  # values that share one FP8 scale
@@ -88,8 +90,8 @@ class MlaRows:
 
     def __post_init__(self) -> None:
         _check_dtype("MlaRows", self.dtype)
-        if self.latent < 1 or self.rope < 0:
-            raise ValueError(f"MlaRows: latent={self.latent} must be >= 1 and rope={self.rope} >= 0")
+        require_int("latent", self.latent, minimum=1)
+        require_int("rope", self.rope, minimum=0)
         if self.dtype == FP8:
             row_bytes = self.latent + 4 * self.num_scales + 2 * self.rope
         else:
@@ -147,8 +149,7 @@ class IndexRows:
 
     def __post_init__(self) -> None:
         _check_dtype("IndexRows", self.dtype)
-        if self.dim < 1:
-            raise ValueError(f"IndexRows: dim={self.dim} must be >= 1")
+        require_int("dim", self.dim, minimum=1)
         if self.dtype == FP8:
             planes: tuple[int, ...] = (self.dim, 4 * -(-self.dim // SCALE_BLOCK))
         else:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from cptools.integers import require_int
 from cptools.page_allocator import PageAllocator, PoolExhausted
 
 __all__ = ["HostKVPool", "PoolExhausted"]
@@ -44,15 +45,12 @@ class HostKVPool:
     def __init__(
         self, *, num_pages: int, page_size: int, row_bytes: int, num_layers: int = 1, pin_memory: bool | None = None
     ) -> None:
-        for name, value in (("page_size", page_size), ("row_bytes", row_bytes), ("num_layers", num_layers)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be >= 1")
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True needs CUDA")
         self._pages = PageAllocator(num_pages)
-        self.page_size = page_size
-        self.row_bytes = row_bytes
-        self.num_layers = num_layers
+        self.page_size = require_int("page_size", page_size, minimum=1)
+        self.row_bytes = require_int("row_bytes", row_bytes, minimum=1)
+        self.num_layers = require_int("num_layers", num_layers, minimum=1)
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._piece_pages = max(1, _PIECE_BYTES // (page_size * row_bytes * num_layers))
         self._pieces: dict[int, torch.Tensor] = {}
@@ -61,16 +59,18 @@ class HostKVPool:
     @property
     def num_pages(self) -> int:
         """Pages in all."""
+        self._check_open()
         return self._pages.num_pages
 
     @property
     def num_free(self) -> int:
         """Pages without a user."""
+        self._check_open()
         return self._pages.num_free
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory held now: the pieces written to so far."""
+        """Host memory held now: the pieces written to so far; 0 once closed."""
         return sum(piece.nbytes for piece in self._pieces.values())
 
     def allocate(self, n: int) -> list[int]:
@@ -122,7 +122,7 @@ class HostKVPool:
         Args:
             layer: in [0, num_layers).
             slots: [n] int32 or int64 tensor, or integers; any may come several times.
-            out: uint8 [n, row_bytes] on the CPU to fill and return; not kept.
+            out: uint8 [n, row_bytes] on the CPU to fill and return; not kept; no memory of the pool itself.
 
         Returns:
             uint8 [n, row_bytes] on the CPU.
@@ -151,6 +151,7 @@ class HostKVPool:
             ValueError: no such layer or page, or a closed pool.
         """
         self._check_layer(layer)
+        page = require_int("page", page)
         if not 0 <= page < self.num_pages:
             raise ValueError(f"page {page} is outside num_pages={self.num_pages}")
         index, offset = divmod(page, self._piece_pages)

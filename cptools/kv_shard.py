@@ -84,6 +84,8 @@ class RoundRobinKVShard:
             ValueError: shapes or devices that do not fit, no integers; on the CPU also a position < -1 or beyond the
                 table, a request id outside [0, R), or a token whose page id is negative.
         """
+        positions, request_ids = torch.as_tensor(positions), torch.as_tensor(request_ids)
+        block_tables = torch.as_tensor(block_tables)
         if positions.dim() != 1 or request_ids.shape != positions.shape or block_tables.dim() != 2:
             raise ValueError(
                 f"slot_mapping needs positions [T], request_ids [T], block_tables [R, blocks], got "
@@ -123,8 +125,10 @@ class RoundRobinKVShard:
         Raises:
             ValueError: shapes or devices that do not fit, or no integers.
         """
+        topk = torch.as_tensor(topk)
         _check_integers("topk", topk)
         if seq_lens is not None:
+            seq_lens = torch.as_tensor(seq_lens)
             _check_integers("seq_lens", seq_lens)
             if seq_lens.shape != topk.shape[:-1] or seq_lens.device != topk.device:
                 raise ValueError(
@@ -158,7 +162,8 @@ class RoundRobinKVShard:
             raise ValueError(f"gather_candidates over world_size={self.world_size} ranks needs group=")
         rows = candidates.shape[0]
         gathered = all_gather_rows(candidates, [rows] * self.world_size, group=self.group)
-        return gathered.view(self.world_size, rows, -1).transpose(0, 1).reshape(rows, -1)
+        columns = candidates.shape[1]
+        return gathered.view(self.world_size, rows, columns).transpose(0, 1).reshape(rows, self.world_size * columns)
 
     def gather_context(
         self, rows_local: Tensor, seq_lens: Sequence[int] | Tensor, *, out: Tensor | None = None

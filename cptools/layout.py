@@ -9,12 +9,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cptools.integers import require_int
+
+_TORCH_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_Value = TypeVar("_Value")
 Ints = TypeVar("Ints", int, npt.NDArray[np.int32], npt.NDArray[np.int64], torch.Tensor)
 
 
-def _check_not_negative(name: str, value: object) -> None:
-    if isinstance(value, (int, np.integer)) and value < 0:
+def _integers(name: str, value: _Value) -> _Value:
+    """The value, if it is of integers: a number >= 0, or an array, widened to int64 so that no product wraps."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        return cast(_Value, value.astype(np.int64, copy=False))
+    if isinstance(value, torch.Tensor) and value.dtype in _TORCH_INTEGERS:
+        return cast(_Value, value.long())
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise ValueError(f"{name} must be integers, got {getattr(value, 'dtype', value)!r}")
+    if value < 0:
         raise ValueError(f"{name}={value} is negative")
+    return value
 
 
 @dataclass(frozen=True)
@@ -32,8 +45,9 @@ class KVLayout:
     a local index.
 
     All methods are local, without communication, and pure integer arithmetic. Each takes Python ints, numpy arrays or
-    torch tensors of signed integers (any shape; two arguments broadcast) and returns the same kind and dtype. A Python
-    int out of range raises ValueError. The elements of arrays are not looked at: mask `-1` and the like before.
+    torch tensors of integers (any shape; two arguments broadcast) and returns the same kind, arrays as int64. A Python
+    int out of range raises ValueError, so do floats and masks. The elements of arrays are not looked at: mask `-1` and
+    the like before.
     The scheme is that of vLLM's decode context parallelism (`cp_kv_cache_interleave_size`).
 
     Args:
@@ -52,8 +66,7 @@ class KVLayout:
     def __post_init__(self) -> None:
         for name in ("world_size", "interleave", "page_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a Python int >= 1")
+            object.__setattr__(self, name, require_int(name, value, minimum=1))
         if self.page_size % self.interleave:
             raise ValueError(f"interleave={self.interleave} must divide page_size={self.page_size}")
 
@@ -64,27 +77,25 @@ class KVLayout:
 
     def owner(self, position: Ints) -> Ints:
         """Rank that caches the token at `position`."""
-        _check_not_negative("position", position)
+        position = _integers("position", position)
         return position // self.interleave % self.world_size
 
     def local_index(self, position: Ints) -> Ints:
         """Index of the token at `position` among the tokens of its owner. Inverse, with the owner: `position`."""
-        _check_not_negative("position", position)
+        position = _integers("position", position)
         span = self.world_size * self.interleave
         return position // span * self.interleave + position % self.interleave
 
     def position(self, rank: Ints | int, local_index: Ints | int) -> Ints:
         """Position of the token that `rank` keeps at `local_index`: position(owner(t), local_index(t)) == t."""
-        self._check_rank(rank)
-        _check_not_negative("local_index", local_index)
+        rank, local_index = self._checked_rank(rank), _integers("local_index", local_index)
         span = self.world_size * self.interleave
         block, offset = local_index // self.interleave, local_index % self.interleave
         return cast(Ints, block * span + rank * self.interleave + offset)  # type: ignore[redundant-cast]
 
     def local_len(self, seq_len: Ints | int, rank: Ints | int) -> Ints:
         """Number of the positions [0, seq_len) that `rank` owns."""
-        self._check_rank(rank)
-        _check_not_negative("seq_len", seq_len)
+        rank, seq_len = self._checked_rank(rank), _integers("seq_len", seq_len)
         span = self.world_size * self.interleave
         beyond = seq_len % span - rank * self.interleave
         tail = min(max(beyond, 0), self.interleave) if isinstance(beyond, int) else beyond.clip(0, self.interleave)
@@ -92,9 +103,10 @@ class KVLayout:
 
     def pages(self, seq_len: Ints) -> Ints:
         """Pages that a sequence needs on each rank, ceil(seq_len / virtual_block): the width of its block table."""
-        _check_not_negative("seq_len", seq_len)
+        seq_len = _integers("seq_len", seq_len)
         return -(-seq_len // self.virtual_block)
 
-    def _check_rank(self, rank: object) -> None:
+    def _checked_rank(self, rank: Ints | int) -> Ints | int:
         if isinstance(rank, (int, np.integer)) and not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank} is outside world_size={self.world_size}")
+        return _integers("rank", rank)

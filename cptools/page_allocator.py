@@ -6,6 +6,8 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 
+from cptools.integers import require_int
+
 
 class PoolExhausted(RuntimeError):
     """There are not enough free pages; nothing was allocated."""
@@ -21,8 +23,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 0:
-            raise ValueError(f"num_pages={num_pages} is negative")
+        num_pages = require_int("num_pages", num_pages, minimum=0)
         self._users = [0] * num_pages
         self._free = list(range(num_pages))  # a heap, for the lowest ids first
 
@@ -49,8 +50,7 @@ class PageAllocator:
             PoolExhausted: fewer than n pages are free.
             ValueError: n is negative.
         """
-        if n < 0:
-            raise ValueError(f"n={n} is negative")
+        n = require_int("n", n, minimum=0)
         if n > self.num_free:
             raise PoolExhausted(f"{n} pages wanted, {self.num_free} of {self.num_pages} are free")
         pages = [heapq.heappop(self._free) for _ in range(n)]
@@ -83,7 +83,7 @@ class PageAllocator:
                 heapq.heappush(self._free, page)
 
     def _counted(self, pages: Iterable[int]) -> Counter[int]:
-        counted = Counter(pages)
+        counted = Counter(require_int("page", page) for page in pages)
         for page in counted:
             if not self.users(page):
                 raise ValueError(f"page {page} is free")

@@ -36,14 +36,19 @@ class PagedRows:
 
     def store(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """rows uint8 [T, row_bytes] -> slots int64 [T]; slot -1 is skipped."""
-        store_rows(self.pages[layer], slots, rows, planes=self.row_format.planes, page_size=self.page_size)
+        store_rows(self._layer(layer), slots, rows, planes=self.row_format.planes, page_size=self.page_size)
 
     def gather(self, layer: int, slots: Tensor) -> Tensor:
         """Rows at slots int64 [T] -> uint8 [T, row_bytes]; slot -1 reads zeros."""
-        return gather_rows(self.pages[layer], slots, planes=self.row_format.planes, page_size=self.page_size)
+        return gather_rows(self._layer(layer), slots, planes=self.row_format.planes, page_size=self.page_size)
 
     def gather_sequences(self, layer: int, tables: Tensor, lens: Sequence[int]) -> Tensor:
         """First ``lens[r]`` rows of each sequence by its pages, tables int64 [R, blocks] -> uint8 [sum, row_bytes]."""
         return gather_sequences(
-            self.pages[layer], tables, lens, planes=self.row_format.planes, page_size=self.page_size
+            self._layer(layer), tables, lens, planes=self.row_format.planes, page_size=self.page_size
         )
+
+    def _layer(self, layer: int) -> Tensor:
+        if not 0 <= layer < self.pages.shape[0]:
+            raise ValueError(f"layer={layer} is outside num_layers={self.pages.shape[0]}")
+        return self.pages[layer]

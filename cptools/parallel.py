@@ -24,18 +24,12 @@ class ParallelGroups:
 
     Attributes:
         config: the sizes. coords: this rank's place in each group.
-        pcp, dcp, tp, ep, dp: the groups, their ranks in the order in which the config lists them; None where the size
-            is 1. Each has a communicator of its own, so that exchanges along different axes can overlap.
+        pcp, dcp, tp, ep, dp: the groups, their ranks in the order in which the config lists them. Each has a
+            communicator of its own, so that exchanges along different axes can overlap; axes of size 1 share one.
         mesh: the axes of the world larger than 1, outermost first, named "dp", "pcp", "tp" (and "dcp" where it makes
             the ranks), as a DeviceMesh over the same groups; None for one rank.
         device_type: "cuda" if the world communicates by NCCL, else "cpu".
     """
-
-    pcp: ProcessGroup | None
-    dcp: ProcessGroup | None
-    tp: ProcessGroup | None
-    ep: ProcessGroup | None
-    dp: ProcessGroup | None
 
     def __init__(
         self, config: ParallelConfig, coords: RankCoords, groups: dict[str, ProcessGroup], device_type: str
@@ -44,8 +38,8 @@ class ParallelGroups:
         self.config = config
         self.coords = coords
         self.device_type = device_type
-        self._owned = dict(groups)
-        self._set(groups)
+        self._owned = list({id(group): group for group in groups.values()}.values())
+        self._groups = dict(groups)
         self.mesh = _mesh(config, groups, device_type)
 
     @classmethod
@@ -80,7 +74,8 @@ class ParallelGroups:
                     if list(ranks) != sorted(ranks):
                         raise ValueError(f"torch {torch.__version__} cannot make a {axis} group of ranks {ranks}")
         rank = dist.get_rank()
-        groups = {}
+        alone = [_new_group((each,), timeout, "alone") for each in range(config.world_size)][rank]
+        groups = dict.fromkeys(axes, alone)
         for axis, listing in axes.items():
             if len(listing[0]) == 1:
                 continue
@@ -95,11 +90,11 @@ class ParallelGroups:
     def close(self) -> None:
         """Destroy the groups; a second call does nothing. Local on the CPU; on a GPU call it on all ranks."""
         while self._owned:
-            _, group = self._owned.popitem()
+            group = self._owned.pop()
             # Destroying the default group has destroyed all others.
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-        self._set({})
+        self._groups = {}
         self.mesh = None
 
     def __enter__(self) -> ParallelGroups:
@@ -110,9 +105,30 @@ class ParallelGroups:
     ) -> None:
         self.close()
 
-    def _set(self, groups: dict[str, ProcessGroup]) -> None:
-        self.pcp, self.dcp, self.tp = groups.get("pcp"), groups.get("dcp"), groups.get("tp")
-        self.ep, self.dp = groups.get("ep"), groups.get("dp")
+    @property
+    def pcp(self) -> ProcessGroup:
+        return self._group("pcp")
+
+    @property
+    def dcp(self) -> ProcessGroup:
+        return self._group("dcp")
+
+    @property
+    def tp(self) -> ProcessGroup:
+        return self._group("tp")
+
+    @property
+    def ep(self) -> ProcessGroup:
+        return self._group("ep")
+
+    @property
+    def dp(self) -> ProcessGroup:
+        return self._group("dp")
+
+    def _group(self, axis: str) -> ProcessGroup:
+        if axis not in self._groups:
+            raise ValueError(f"the {axis} group is closed")
+        return self._groups[axis]
 
 
 @contextmanager

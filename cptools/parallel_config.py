@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from cptools.integers import require_int
+
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -58,8 +60,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{item.name}={value!r} must be a Python int >= 1")
+            object.__setattr__(self, item.name, require_int(item.name, value, minimum=1))
         if not self._pure_dcp and self.dcp not in self._legal_dcp():
             raise ValueError(
                 f"dcp={self.dcp} does not go with pcp={self.pcp}, tp={self.tp}: legal are {self._legal_dcp()}, "
@@ -85,6 +86,7 @@ class ParallelConfig:
 
     def rank_coords(self, rank: int) -> RankCoords:
         """Place of a global rank in its groups. Raises ValueError when there is no such rank."""
+        rank = require_int("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank} is outside the world of {self.world_size} ranks")
         dp_rank, in_block = divmod(rank, self.block_size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from cptools.integers import require_int
 from cptools.layout import KVLayout
 
 
@@ -37,8 +38,9 @@ def plan_reshard(src: KVLayout, dst: KVLayout, start: int, stop: int) -> tuple[R
     two layouts is that of Megatron's `kv_reshard`.
 
     Raises:
-        ValueError: start is negative or greater than stop.
+        ValueError: start or stop is no integer, start is negative or greater than stop.
     """
+    start, stop = require_int("start", start), require_int("stop", stop)
     if not 0 <= start <= stop:
         raise ValueError(f"start={start}, stop={stop}: 0 <= start <= stop is needed")
     if start == stop:

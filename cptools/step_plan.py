@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .cp_plan import CPPlan
+from .integers import require_int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,10 @@ def make_step_plan(
     decode_tables: Tensor | None = None,
 ) -> StepPlan:
     """Complete a step from its CP plan and its decoding requests (one query row each unless said). Local."""
-    contexts = tuple(int(n) for n in decode_context_lens)
-    queries = (1,) * len(contexts) if decode_query_lens is None else tuple(int(n) for n in decode_query_lens)
+    contexts = tuple(require_int("decode_context_lens", n, minimum=0) for n in decode_context_lens)
+    queries = (1,) * len(contexts)
+    if decode_query_lens is not None:
+        queries = tuple(require_int("decode_query_lens", n, minimum=0) for n in decode_query_lens)
     if decode_tables is None:
         decode_tables = torch.empty(0, 0, dtype=torch.int64)
     if not len(contexts) == len(queries) == decode_tables.shape[0]:
@@ -64,8 +67,6 @@ def make_step_plan(
         )
     if prompt_tables.shape[0] != len(prompt.query_lens):
         raise ValueError(f"prompt requests: {len(prompt.query_lens)} lengths, {prompt_tables.shape[0]} tables")
-    if min(contexts, default=0) < 0 or min(queries, default=0) < 0:
-        raise ValueError(f"negative lengths: contexts {contexts}, queries {queries}")
     counts = np.asarray(queries, dtype=np.int64)
     request_ids = np.repeat(np.arange(len(counts)), counts)
     first_rows = np.cumsum(counts) - counts

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every file of cptools stands in one of these layers; `front` sees all of them, and none of them sees `front`.
 # A name ending in / is a folder.
 LAYERS = {
-    "plans": "layout cp_plan reshard parallel_config page_allocator block_tables step_plan".split(),
+    "plans": "integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan".split(),
     "kernels": "kernels/ formats partial".split(),
     "modules": "collectives cp_shard kv_shard lse_merge parallel host_pool paged_rows cp_kv".split(),
     "front": "__init__ cli doctor".split(),

@@ -2,5 +2,6 @@
 
 from .config import GLM53Config
 from .model import GLM53
+from .step import EngineCache, StepResult
 
-__all__ = ["GLM53", "GLM53Config"]
+__all__ = ["GLM53", "EngineCache", "GLM53Config", "StepResult"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from cptools.cp_kv import TrafficCounters
+from cptools.integers import require_int
 from cptools.step_plan import StepPlan
 
 from .block import SelectionObserver
-from .step import EngineCache, check_ids
+from .step import EngineCache, check_ids, check_requests
 
 if TYPE_CHECKING:
     from .model import GLM53
@@ -30,9 +31,9 @@ class BatchOutput:
     prompt_logits: list[Tensor]
     """float32 [T, vocab], or [1, vocab] of the last prompt token."""
     decode_logits: list[Tensor]
-    """float32 [decode steps, vocab]: row i belongs to the input ids[i]."""
+    """float32 [decode steps, vocab]: row i belongs to the input ids[i]. Without rows where they were not asked for."""
     traffic: TrafficCounters
-    """Of this rank."""
+    """Of this rank, for this batch."""
 
 
 @dataclass(eq=False)
@@ -47,37 +48,42 @@ class _Sequence:
 
 def run_batch(
     model: GLM53,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     chunk: int | None = None,
     prompt_logits: Literal["last", "all"] = "last",
+    decode_logits: bool = True,
     stop_at_eos: bool = False,
     observer: SelectionObserver | None = None,
     progress: Progress | None = None,
     cache: EngineCache | None = None,
 ) -> BatchOutput:
     """See :meth:`GLM53.generate_batch`."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least 1")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    for number, prompt in enumerate(prompts):
-        check_ids(model.config, f"prompt {number}", prompt, max_new_tokens - 1)
-    # The last new token is never fed, so it needs no page.
-    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+    if chunk is not None:
+        require_int("chunk", chunk, minimum=1)
+    require_int("max_new_tokens", max_new_tokens, minimum=1)
+    if prompt_logits not in ("last", "all"):
+        raise ValueError(f"prompt_logits={prompt_logits!r} must be 'last' or 'all'")
+    # The last new token is never fed, so it needs no position and no page.
+    ids = [check_ids(model.config, f"prompt {i}", prompt, max_new_tokens - 1) for i, prompt in enumerate(prompts)]
+    lengths = [len(prompt) + max_new_tokens - 1 for prompt in ids]
     pages = sum(model.kv.layout.pages(length) for length in lengths)
     if cache is None:
         cache = model.new_cache(pages)
+    check_requests(model, cache, {})
     if cache.tables.allocator.num_free < pages:
         raise ValueError(f"the cache has {cache.tables.allocator.num_free} free pages, the batch needs {pages}")
 
-    sequences = [_Sequence(prompt, cache.open()) for prompt in prompts]
+    before = replace(cache.kv.traffic)
+    sequences = [_Sequence(prompt, cache.open()) for prompt in ids]
     try:
         cache.tables.reserve({s.request: length for s, length in zip(sequences, lengths, strict=True)})
         while unfinished := [s for s in sequences if not s.done]:
             cached = cache.lengths
-            chunks = {s: s.prompt[cached[s.request] :][:chunk] for s in unfinished if cached[s.request] < len(s.prompt)}
+            prefilling = [s for s in unfinished if cached[s.request] < len(s.prompt)]
+            stops = [len(s.prompt) if chunk is None else cached[s.request] + chunk for s in prefilling]
+            chunks = {s: s.prompt[cached[s.request] : stop] for s, stop in zip(prefilling, stops, strict=True)}
             decoding = [s for s in unfinished if s not in chunks]
             result = model.step(
                 cache,
@@ -93,7 +99,7 @@ def run_batch(
             sampled = logits.argmax(1).tolist()
             for s, row, token in zip([*chunks, *decoding], logits.unsqueeze(1), sampled, strict=True):
                 if s not in chunks:
-                    s.decode_logits.append(row)
+                    s.decode_logits += [row] * decode_logits
                 elif cached[s.request] < len(s.prompt):
                     continue
                 elif prompt_logits == "last":
@@ -111,5 +117,5 @@ def run_batch(
         ids=[s.ids for s in sequences],
         prompt_logits=[torch.cat(s.prompt_logits) for s in sequences],
         decode_logits=[torch.cat([empty, *s.decode_logits]) for s in sequences],
-        traffic=cache.kv.traffic,
+        traffic=cache.kv.traffic.since(before),
     )

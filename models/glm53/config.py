@@ -117,7 +117,10 @@ class GLM53Config:
     def from_pretrained(cls, path: str | Path, *, latent_norm_eps: float | None = None) -> GLM53Config:
         """Read ``path/config.json``."""
         file = Path(path) / "config.json"
-        source = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            source = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from error
         if not isinstance(source, dict):
             raise ValueError(f"{file} holds a {type(source).__name__}, not an object")
         return cls.from_dict(source, latent_norm_eps=latent_norm_eps)
@@ -209,6 +212,9 @@ class GLM53Config:
 
 def _inconsistencies(values: Mapping[str, Any]) -> list[str]:
     """What is wrong with these constructor arguments, of which any may be absent."""
+    problems = [f"{name}={values[name]!r} is not an integer" for name in SIZES if type(values.get(name, 1)) is not int]
+    if problems:
+        return problems
     problems = [f"{name}={values[name]} is not positive" for name in SIZES if values.get(name, 1) < 1]
     for name in _POSITIVE_REALS:
         value = values.get(name, 1.0)

@@ -66,8 +66,12 @@ class ConfigReader:
             if isinstance(rope, Mapping):
                 theta |= rope
                 kind = rope.get("rope_type", rope.get("type", "default"))
-                if kind != "default":
+                if kind != "default" or rope.get("type", "default") != "default":
                     self.problems.append(f"rope type {kind!r} is not implemented (only 'default')")
+                for name in rope.keys() - {"rope_type", "type", "rope_theta"}:
+                    neutral = name == "partial_rotary_factor" and rope[name] == 1
+                    if rope[name] is not None and not neutral:
+                        self.problems.append(f"{key}.{name}={rope[name]!r} is not implemented")
             elif rope is not None:
                 self.problems.append(f"{key}={rope!r} is not an object")
         value = self._typed(theta, "rope_theta", float)

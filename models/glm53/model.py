@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from cptools import LoadBalancedCPShard, LSEMerge, ParallelGroups, RoundRobinKVShard
 from cptools.block_tables import BlockTables
@@ -21,20 +20,10 @@ from .batch import BatchOutput, Progress, run_batch
 from .block import SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .mtp import mtp_hidden
-from .step import EngineCache, StepResult, check_ids, local_ids, plan_step
+from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
 from .weights import ModelWeights, load_weights
 
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
-
-
-class _Alone(TypedDict, total=False):
-    world_size: int
-    rank: int
-
-
-def _alone_without(group: ProcessGroup | None) -> _Alone:
-    """A module's size and rank where the engine is not split along its axis."""
-    return {} if group is not None else {"world_size": 1, "rank": 0}
 
 
 class GLM53:
@@ -90,17 +79,24 @@ class GLM53:
 
         Raises ValueError, on all ranks alike, on a config or checkpoint that does not fit, naming every fault.
         """
+        if not isinstance(sparse_mla_force_mqa, bool):
+            raise ValueError(f"sparse_mla_force_mqa={sparse_mla_force_mqa!r} must be True or False")
         config = GLM53Config.from_pretrained(path, latent_norm_eps=latent_norm_eps)
         if parallel is not None:
             parallel.config.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
             sizes = parallel.config
             if sizes.tp > 1 or sizes.ep > 1:
                 raise ValueError(f"tp={sizes.tp}, ep={sizes.ep}: this model splits by tokens only so far (tp=1, ep=1)")
-        cp_group = parallel.pcp if parallel is not None else None
-        dcp_group = parallel.dcp if parallel is not None else None
-        cp = LoadBalancedCPShard(group=cp_group, **_alone_without(cp_group))
-        kv = RoundRobinKVShard(group=dcp_group, interleave=interleave, page_size=page_size, **_alone_without(dcp_group))
-        merge = LSEMerge(group=dcp_group, scatter="none") if dcp_group is not None else None
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise ValueError(f"dtype={dtype} is not one of float32, bfloat16, float16, float64")
+        if parallel is None:
+            cp = LoadBalancedCPShard(world_size=1, rank=0)
+            kv = RoundRobinKVShard(world_size=1, rank=0, interleave=interleave, page_size=page_size)
+            merge = None
+        else:
+            cp = LoadBalancedCPShard(group=parallel.pcp)
+            kv = RoundRobinKVShard(group=parallel.dcp, interleave=interleave, page_size=page_size)
+            merge = LSEMerge(group=parallel.dcp, scatter="none")
         weights = load_weights(path, config, device=device, dtype=dtype)
         return cls(
             config,
@@ -118,7 +114,11 @@ class GLM53:
         return self.weights.embed.device
 
     def new_cache(self, num_pages: int) -> EngineCache:
-        """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local."""
+        """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local.
+
+        A request of n tokens needs ``kv.layout.pages(n)`` pages. Raises ValueError on a number below 0.
+        """
+        allocator = PageAllocator(num_pages)
         kv = ContextParallelKV(
             cp=self.cp,
             kv=self.kv,
@@ -131,7 +131,7 @@ class GLM53:
             decode_parts=self.decode_parts,
             device=self.device,
         )
-        return EngineCache(kv, BlockTables(self.kv.layout, PageAllocator(num_pages)))
+        return EngineCache(kv, BlockTables(self.kv.layout, allocator))
 
     def step(
         self,
@@ -151,33 +151,36 @@ class GLM53:
         Raises ValueError (bad ids, lengths, requests) and PoolExhausted (pages) on all ranks alike, before any work
         and without a change of state.
         """
-        prompts, decodes = prompts or {}, decodes or {}
-        plan, decode_ids = plan_step(self, cache, prompts, decodes)
-        ids = local_ids(self, plan, [token for ids in prompts.values() for token in ids], decode_ids)
+        prompt_ids = check_requests(self, cache, prompts or {})
+        decode_ids = check_requests(self, cache, decodes or {})
+        plan = plan_step(self, cache, prompt_ids, decode_ids)
+        new_ids = {**prompt_ids, **decode_ids}
         kv = cache.kv.begin(plan, dense_up_to=self.dense_up_to)
         run = make_pass(self.config, kv, observer)
-        x = self.weights.embed[ids]
+        x = self.weights.embed[local_ids(self, plan, [token for ids in new_ids.values() for token in ids])]
         for layer, weights in enumerate(self.weights.layers):
             x = decoder_block(x, layer, weights, run)
         hidden = rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
-        for request, new_ids in (*prompts.items(), *decodes.items()):
-            cache.lengths[request] += len(new_ids)
-        return StepResult(plan, kv, hidden)
+        for request, ids in new_ids.items():
+            cache.lengths[request] += len(ids)
+        return StepResult(plan, kv, hidden, cache, {request: cache.lengths[request] for request in new_ids})
 
     def mtp_step(self, result: StepResult, next_ids: Sequence[int]) -> Tensor:
         """Run the MTP layer over the rows of a step -> [local rows, hidden]; ``logits`` of it are draft logits.
 
         next_ids: for each token of the step, prompts packed and then decode rows, the token that follows it.
-        Collective as one layer of a step.
+        Collective as one layer of a step. Raises ValueError on all ranks alike if they are not as many or no tokens,
+        or if a request of the step has gone on since.
         """
         if self.weights.mtp is None:
             raise ValueError("the checkpoint has no MTP layer (num_nextn_predict_layers=0)")
         plan = result.plan
-        if len(next_ids) != plan.prompt.num_tokens + plan.decode_rows:
-            raise ValueError(f"{len(next_ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
-        ids = local_ids(self, plan, next_ids[: plan.prompt.num_tokens], next_ids[plan.prompt.num_tokens :])
+        result.check_current()
+        ids = check_ids(self.config, "next_ids", next_ids, 0)
+        if len(ids) != plan.prompt.num_tokens + plan.decode_rows:
+            raise ValueError(f"{len(ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
         run = make_pass(self.config, result.kv)
-        embedding = self.weights.embed[ids]
+        embedding = self.weights.embed[local_ids(self, plan, ids)]
         return mtp_hidden(embedding, result.hidden, self.weights.mtp, self.config.num_hidden_layers, run)
 
     def prompt_logits(self, result: StepResult) -> Tensor:
@@ -198,13 +201,12 @@ class GLM53:
 
     def prefill_logits(self, token_ids: Sequence[int], *, last_only: bool = False) -> Tensor:
         """Logits of a whole prompt, [T, vocab] float32, or [1, vocab] of its last token; the same on all ranks."""
-        out = run_batch(self, [list(token_ids)], 1, prompt_logits="last" if last_only else "all")
+        out = run_batch(self, [token_ids], 1, prompt_logits="last" if last_only else "all")
         return out.prompt_logits[0]
 
     def mtp_logits(self, token_ids: Sequence[int], next_token: int) -> Tensor:
         """Draft logits [T, vocab] float32 of a whole prompt followed by ``next_token``; the same on all ranks."""
-        ids = list(token_ids)
-        check_ids(self.config, "next_token", [next_token], len(ids))
+        ids = check_ids(self.config, "token_ids", token_ids, 0)
         cache = self.new_cache(self.kv.layout.pages(len(ids)))
         result = self.step(cache, prompts={cache.open(): ids})
         drafts = self.mtp_step(result, [*ids[1:], next_token])
@@ -214,7 +216,7 @@ class GLM53:
         """Greedy continuation: new ids only, stops after an eos id."""
         if draft_tokens != 0:
             raise ValueError(f"draft_tokens={draft_tokens}: speculative decoding is not built yet, use 0")
-        return run_batch(self, [list(token_ids)], max_new_tokens, stop_at_eos=True).ids[0]
+        return run_batch(self, [token_ids], max_new_tokens, stop_at_eos=True, decode_logits=False).ids[0]
 
     def generate_batch(
         self,
@@ -239,7 +241,7 @@ class GLM53:
         """
         return run_batch(
             self,
-            [list(prompt) for prompt in prompts],
+            prompts,
             max_new_tokens,
             chunk=chunk,
             prompt_logits=prompt_logits,

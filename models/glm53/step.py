@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cptools.block_tables import BlockTables
 from cptools.cp_kv import ContextParallelKV, KVStep
+from cptools.integers import require_int
 from cptools.step_plan import StepPlan, make_step_plan
 
 from .config import GLM53Config
@@ -47,12 +48,24 @@ class StepResult:
     plan: StepPlan
     kv: KVStep
     hidden: Tensor
+    cache: EngineCache
+    lengths: Mapping[int, int]
+    """Cached tokens of the step's requests once it was done."""
+
+    def check_current(self) -> None:
+        """ValueError once a request of the step was closed or went on: its rows may be another's by now."""
+        now = {request: self.cache.lengths.get(request) for request in self.lengths}
+        if now != self.lengths:
+            raise ValueError(f"the step left its requests at {dict(self.lengths)} tokens, they are now at {now}")
 
 
-def check_ids(config: GLM53Config, name: str, ids: Sequence[int], context: int) -> None:
-    """ValueError unless ids are tokens that fit behind ``context`` positions."""
-    if not ids:
+def check_ids(config: GLM53Config, name: str, token_ids: Sequence[int] | Tensor, context: int) -> list[int]:
+    """Token ids as Python ints; ValueError unless they are tokens that fit behind ``context`` positions."""
+    ids: Sequence[int] = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    if len(ids) == 0:
         raise ValueError(f"{name} is empty")
+    if any(type(token) is not int for token in ids):
+        ids = [require_int(f"{name}: token id", token) for token in ids]
     if min(ids) < 0 or max(ids) >= config.vocab_size:
         raise ValueError(f"{name} has token ids in [{min(ids)}, {max(ids)}], the vocabulary has {config.vocab_size}")
     if context + len(ids) > config.max_position_embeddings:
@@ -60,34 +73,42 @@ def check_ids(config: GLM53Config, name: str, ids: Sequence[int], context: int) 
             f"{name} needs {context + len(ids)} positions ({context} and {len(ids)} new ones), "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
+    return list(ids)
 
 
-def plan_step(
-    model: GLM53, cache: EngineCache, prompts: Mapping[int, Sequence[int]], decodes: Mapping[int, Sequence[int]]
-) -> tuple[StepPlan, list[int]]:
-    """Reserve pages and plan a step: (plan, ids of the decode rows). All or nothing: an error changes no state."""
-    if both := prompts.keys() & decodes.keys():
-        raise ValueError(f"requests {sorted(both)} are given as prompts and as decodes")
-    new_ids = {**prompts, **decodes}
+def check_requests(
+    model: GLM53, cache: EngineCache, new_ids: Mapping[int, Sequence[int] | Tensor]
+) -> dict[int, list[int]]:
+    """The ids of a step as Python ints; ValueError unless its requests are open and the ids fit behind them."""
+    if (cache.kv.mla, cache.kv.index, cache.kv.kv, cache.kv.cp) != (model.mla, model.index, model.kv, model.cp):
+        raise ValueError("the cache was made by another model: its row formats or its split differ")
+    checked = {}
     for request, ids in new_ids.items():
         if request not in cache.lengths:
             raise ValueError(f"request {request} is not open; open: {sorted(cache.lengths)}")
-        check_ids(model.config, f"request {request}", ids, cache.lengths[request])
-    cache.tables.reserve({request: cache.lengths[request] + len(ids) for request, ids in new_ids.items()})
-    contexts = [cache.lengths[request] for request in prompts]
-    plan = make_step_plan(
-        model.cp.plan([len(ids) for ids in prompts.values()], contexts),
+        checked[request] = check_ids(model.config, f"request {request}", ids, cache.lengths[request])
+    return checked
+
+
+def plan_step(
+    model: GLM53, cache: EngineCache, prompts: Mapping[int, list[int]], decodes: Mapping[int, list[int]]
+) -> StepPlan:
+    """Reserve the pages of a step and plan it. All or nothing: an error changes no state."""
+    if both := prompts.keys() & decodes.keys():
+        raise ValueError(f"requests {sorted(both)} are given as prompts and as decodes")
+    lengths = cache.lengths
+    cache.tables.reserve({request: lengths[request] + len(ids) for request, ids in {**prompts, **decodes}.items()})
+    return make_step_plan(
+        model.cp.plan([len(ids) for ids in prompts.values()], [lengths[request] for request in prompts]),
         cache.tables.table(list(prompts)),
-        decode_context_lens=[cache.lengths[request] for request in decodes],
+        decode_context_lens=[lengths[request] for request in decodes],
         decode_query_lens=[len(ids) for ids in decodes.values()],
         decode_tables=cache.tables.table(list(decodes)),
     )
-    return plan, [token for ids in decodes.values() for token in ids]
 
 
-def local_ids(model: GLM53, plan: StepPlan, prompt_ids: Sequence[int], decode_ids: Sequence[int]) -> Tensor:
-    """int64 [local rows]: this rank's share of packed prompt ids, then the decode rows' ids."""
-    packed = torch.tensor(prompt_ids, dtype=torch.int64, device=model.device)
-    return torch.cat(
-        [model.cp.shard(packed, plan.prompt), torch.tensor(decode_ids, dtype=torch.int64, device=model.device)]
-    )
+def local_ids(model: GLM53, plan: StepPlan, ids: Sequence[int]) -> Tensor:
+    """int64 [local rows] out of a step's ids, prompts packed and then decode rows."""
+    packed = torch.tensor(ids, dtype=torch.int64, device=model.device)
+    prompt, decode = packed.split([plan.prompt.num_tokens, plan.decode_rows])
+    return torch.cat([model.cp.shard(prompt, plan.prompt), decode])

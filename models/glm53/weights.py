@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -157,7 +157,7 @@ def load_weights(
     that cannot be read, or FP8 without its scale.
     """
     with ExitStack() as open_files:
-        files = [open_files.enter_context(safe_open(file, framework="pt")) for file in _checkpoint_files(Path(path))]
+        files = [open_files.enter_context(_open(file)) for file in _checkpoint_files(Path(path))]
         checkpoint = _Checkpoint(files, config, torch.device(device), dtype)
         layers = [checkpoint.layer(layer) for layer in range(config.num_cache_layers)]
         mtp = checkpoint.mtp(layers.pop()) if config.num_nextn_predict_layers else None
@@ -170,13 +170,26 @@ def load_weights(
         )
 
 
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} can not be read: {error}") from error
+
+
 def _checkpoint_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if index.is_file():
         # Only which files there are: what a file holds is read from its own header.
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not JSON with a weight_map: {error!r}") from error
+        if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+            raise ValueError(f"{index}: weight_map names {odd[0]!r}, which is no file of this directory")
+        files = [path / name for name in sorted(names)]
     else:
         files = sorted(path.glob("*.safetensors"))
     absent = [file.name for file in files if not file.is_file()]

@@ -310,3 +310,15 @@ def test_construction_refuses_the_same() -> None:
     with pytest.raises(ValueError, match="is odd") as caught:
         replace(GLM53Config.glm53(), qk_rope_head_dim=63, num_experts_per_tok=300)
     assert "num_experts_per_tok=300" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {"rope_type": "default", "type": "yarn", "rope_theta": 1e4},
+    ],
+)
+def test_rope_keys_that_change_the_meaning_are_refused(rope: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="not implemented"):
+        GLM53Config.from_dict({**GLM53Config.glm53().to_dict(), "rope_parameters": rope})

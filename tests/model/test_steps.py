@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,6 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GLM53:
         ([[0] * 4090], {"max_new_tokens": 8}, "4097 positions.*max_position_embeddings=4096"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([[1]], {"chunk": 0}, "chunk=0"),
+        ([[1.5, 2]], {}, "token id=1.5 must be an integer"),
+        ([[True]], {}, "token id=True must be an integer"),
+        ([[1]], {"prompt_logits": "none"}, "prompt_logits='none'"),
     ],
 )
 def test_bad_batches_are_refused(model: GLM53, prompts, arguments, message: str) -> None:
@@ -99,8 +105,6 @@ def test_stale_and_foreign_rows_do_not_matter(model: GLM53) -> None:
 
 
 def test_generate_stops_after_eos(model: GLM53) -> None:
-    import dataclasses
-
     prompt = random_prompts((20,), TINY.vocab_size)[0]
     free = model.generate(prompt, 12)
     config = dataclasses.replace(TINY, eos_token_ids=(free[4], 511))
@@ -119,3 +123,55 @@ def test_stored_bytes_are_rows_times_row_bytes(model: GLM53) -> None:
     layers, index_layers = TINY.num_hidden_layers, sum(kind == "full" for kind in TINY.indexer_types)
     assert out.traffic.rows_stored == rows
     assert out.traffic.bytes_stored == rows * (layers * model.mla.row_bytes + index_layers * model.index.row_bytes)
+
+
+def test_ids_may_be_tensors_or_numpy_integers(model: GLM53) -> None:
+    ids = random_prompts((20,), TINY.vocab_size)[0]
+    want = model.prefill_logits(ids)
+    assert torch.equal(model.prefill_logits(torch.tensor(ids)), want)
+    assert torch.equal(model.prefill_logits([torch.tensor(token) for token in ids]), want)
+
+
+def test_next_ids_of_the_mtp_layer_are_checked_before_any_work(model: GLM53) -> None:
+    cache = model.new_cache(1)
+    result = model.step(cache, prompts={cache.open(): [1, 2, 3]})
+    for wrong, message in (
+        ([4, 5], "2 next_ids"),
+        ([4, 5, 512], "vocabulary"),
+        ([4, 5, -1], "vocabulary"),
+        ([1.5] * 3, "integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.mtp_step(result, wrong)
+
+
+def test_result_of_an_earlier_step_can_not_write_into_pages_of_another(model: GLM53) -> None:
+    cache = model.new_cache(1)
+    request = cache.open()
+    stale = model.step(cache, prompts={request: [1, 2, 3]})
+    model.step(cache, decodes={request: [4]})
+    with pytest.raises(ValueError, match="left its requests at"):
+        model.mtp_step(stale, [2, 3, 4])
+    cache.close(request)
+    other = cache.open()
+    model.step(cache, prompts={other: [7, 8, 9]})
+    with pytest.raises(ValueError, match="left its requests at"):
+        model.mtp_step(stale, [2, 3, 4])
+
+
+def test_cache_of_another_model_is_refused(tmp_path: Path, model: GLM53) -> None:
+    other = GLM53.from_pretrained(save_random(tmp_path, TINY), kv_rows="fp8")
+    with pytest.raises(ValueError, match="another model"):
+        model.generate_batch([[1, 2]], 1, cache=other.new_cache(4))
+
+
+def test_traffic_is_that_of_one_batch(model: GLM53) -> None:
+    cache = model.new_cache(4)
+    first = model.generate_batch([[1] * 10], 1, cache=cache)
+    second = model.generate_batch([[1] * 7], 1, cache=cache)
+    assert (first.traffic.rows_stored, second.traffic.rows_stored) == (10, 7)
+
+
+def test_longest_prompt_has_draft_logits(model: GLM53) -> None:
+    """The token after the prompt takes no position."""
+    assert model.mtp_logits([5] * 4096, 1).shape == (4096, TINY.vocab_size)

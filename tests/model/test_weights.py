@@ -364,3 +364,18 @@ def test_random_tensors_depend_on_the_seed_only() -> None:
 def test_random_fp8_needs_blocks() -> None:
     with pytest.raises(ValueError, match="weight_block_size"):
         random_tensors(TINY, seed=0, fp8=True)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, TINY, random_tensors(TINY, seed=0))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="can not be read"):
+        load_weights(tmp_path, TINY, device="cpu", dtype=torch.float32)
+    file.unlink()
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not JSON with a weight_map"):
+        load_weights(tmp_path, TINY, device="cpu", dtype=torch.float32)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(ValueError, match="is not JSON"):
+        GLM53Config.from_pretrained(tmp_path)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -251,3 +252,9 @@ def test_wrong_arguments_are_refused(query_lens, context_lens, sizes, message):
 def test_for_rank_refuses_ranks_that_are_not_there():
     with pytest.raises(ValueError, match="rank=2 is outside world_size=2"):
         make_cp_plan([3], world_size=2, rank=0).for_rank(2)
+
+
+def test_work_beyond_int64_is_refused() -> None:
+    for query, context in (([3], [2**63 - 1]), ([2**40], [2**40]), ([3], np.array([2**63], np.uint64))):
+        with pytest.raises(ValueError, match=r"causal pairs|beyond 2\^62"):
+            make_cp_plan(query, context, world_size=2, rank=0)

@@ -275,3 +275,17 @@ def test_pieces_are_pinned_and_unpinned():
     del pool
     with make() as again:
         assert again.page_view(0, 0).is_pinned()
+
+
+def test_sizes_that_are_no_integers_are_refused() -> None:
+    for sizes in ({"num_pages": 2.5}, {"page_size": 2.5}, {"row_bytes": True}, {"num_layers": 1.0}):
+        with pytest.raises(ValueError, match="integer"):
+            HostKVPool(**{"num_pages": 2, "page_size": 2, "row_bytes": 8, **sizes})
+
+
+def test_closed_pool_answers_nothing() -> None:
+    pool = HostKVPool(num_pages=2, page_size=2, row_bytes=8)
+    pool.close()
+    for ask in (lambda: pool.num_free, lambda: pool.num_pages, lambda: pool.allocate(1)):
+        with pytest.raises(ValueError, match="closed"):
+            ask()

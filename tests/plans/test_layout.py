@@ -49,14 +49,14 @@ def test_arrays_and_tensors_give_the_same_as_ints_in_their_kind(layout, dtype):
         for method in (layout.owner, layout.local_index, layout.pages):
             result = method(values)
             assert type(result) is type(values)
-            assert result.dtype == values.dtype
+            assert str(result.dtype).endswith("int64")
             assert result.flatten().tolist() == [method(n) for n in numbers]
         for method in (lambda r, n: layout.position(r, n), lambda r, n: layout.local_len(n, r)):
             ranks = values.reshape(-1)[: layout.world_size]
             expected = [[method(r, n) for n in numbers] for r in range(layout.world_size)]
             for result in (method(ranks[:, None], values.reshape(-1)), method(ranks, values.reshape(-1)[:, None]).T):
                 assert type(result) is type(values)
-                assert result.dtype == values.dtype
+                assert str(result.dtype).endswith("int64")
                 assert result.tolist() == expected
             assert method(layout.world_size - 1, values.reshape(-1)).tolist() == expected[-1]
             assert method(ranks, numbers[-1]).tolist() == [row[-1] for row in expected]
@@ -125,3 +125,23 @@ def test_ints_out_of_range_are_refused():
         layout.position(0, -1)
     with pytest.raises(ValueError, match="seq_len=-1"):
         layout.local_len(-1, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64, np.int8, np.int16])
+def test_unsigned_and_narrow_integers_are_widened(dtype) -> None:
+    """Differences of unsigned numbers wrap, and narrow ones overflow."""
+    layout = KVLayout(300, 1, 1)
+    lens = np.array([0, 1, 3, 5, 120], dtype)
+    want = [layout.local_len(int(n), 3) for n in lens]
+    assert layout.local_len(lens, 3).tolist() == want
+    assert layout.position(3, lens).tolist() == [layout.position(3, int(n)) for n in lens]
+    if dtype is not np.uint64:
+        assert layout.local_len(torch.from_numpy(lens), 3).tolist() == want
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, np.array([1.0]), torch.tensor([True]), torch.tensor([0.5]), "3"])
+def test_what_is_no_integer_is_refused(wrong) -> None:
+    layout = KVLayout(2)
+    for call in (layout.owner, layout.local_index, layout.pages, lambda x: layout.local_len(x, 0)):
+        with pytest.raises(ValueError, match="must be integers"):
+            call(wrong)

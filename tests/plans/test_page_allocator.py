@@ -1,6 +1,7 @@
 """PageAllocator against a plain model."""
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -98,3 +99,15 @@ def test_a_free_page_has_no_users_to_add_to():
         PageAllocator(2).retain([1])
     with pytest.raises(ValueError, match="num_pages=-1"):
         PageAllocator(-1)
+
+
+def test_tensors_and_numpy_integers_are_page_ids_like_any_other() -> None:
+    """Tensors hash by identity, so that a page named twice would pass for two pages."""
+    allocator = PageAllocator(4)
+    allocator.allocate(2)
+    with pytest.raises(ValueError, match="released 2 times"):
+        allocator.release(torch.tensor([0, 0]))
+    allocator.release(torch.tensor([1]))
+    assert [type(page) for page in allocator.allocate(1)] == [int]
+    with pytest.raises(ValueError, match="must be an integer"):
+        allocator.release([0.5])

@@ -116,3 +116,9 @@ def test_empty_range_moves_nothing():
 def test_ranges_that_are_none_are_refused(start, stop):
     with pytest.raises(ValueError, match=f"start={start}, stop={stop}"):
         plan_reshard(KVLayout(2), KVLayout(1), start, stop)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3.5), (0.5, 3), (True, 3), (0, "3")])
+def test_bounds_that_are_no_integers_are_refused(start, stop) -> None:
+    with pytest.raises(ValueError, match="must be an integer"):
+        plan_reshard(KVLayout(2), KVLayout(1), start, stop)

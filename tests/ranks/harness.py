@@ -58,6 +58,16 @@ class _Rank:
 _idle: list[_Rank] = []
 
 
+def _alive() -> _Rank:
+    """An idle rank, or a new one; those that died while idle are dropped."""
+    while _idle:
+        rank = _idle.pop()
+        if rank.process.is_alive():
+            return rank
+        rank.end()
+    return _Rank()
+
+
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Call fn(rank, world_size, *args) on every rank and return the results in rank order.
 
@@ -68,7 +78,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         RanksFailed: with the traceback and the output of each rank.
     """
     deadline = time.monotonic() + timeout
-    ranks = [_idle.pop() if _idle else _Rank() for _ in range(world_size)]
+    ranks = [_alive() for _ in range(world_size)]
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as folder:

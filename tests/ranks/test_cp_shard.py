@@ -185,3 +185,24 @@ def test_a_rank_that_raises_ends_the_others() -> None:
     with pytest.raises(RanksFailed, match=r"ValueError: x has shape \(\d, 2\), but the plan needs \d rows along dim 0"):
         run_ranks(one_raises, 3, timeout=40)
     assert time.monotonic() - begin < 30
+
+
+def plans_that_differ(rank: int, world_size: int) -> list[str]:
+    cp = LoadBalancedCPShard(group=dist.group.WORLD, check_plans=True)
+    plan = cp.plan([8, 16])
+    x = torch.arange(plan.num_tokens)
+    assert torch.equal(cp.unshard(cp.shard(x, plan), plan), x)
+    messages = []
+    for lengths in ([8, 16] if rank == 0 else [16, 8], [8, 17 - rank]):
+        plan = cp.plan(lengths)
+        with pytest.raises(ValueError) as error:
+            cp.unshard(cp.shard(torch.arange(plan.num_tokens), plan), plan)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_ranks_that_disagree_on_lengths_are_told_so_on_all_of_them() -> None:
+    """With equal counts the exchange alone would succeed, with wrong rows."""
+    for rank, messages in enumerate(run_ranks(plans_that_differ, 2)):
+        assert all("ranks [1] do not have that of rank 0" in message for message in messages)
+        assert ("(8, 16)" if rank == 0 else "(16, 8)") in messages[0]

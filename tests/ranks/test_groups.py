@@ -42,9 +42,6 @@ def groups_match(rank: int, world_size: int) -> None:
             assert groups.device_type == "cpu"
             for axis in AXES:
                 group = getattr(groups, axis)
-                if getattr(config, axis) == 1:
-                    assert group is None
-                    continue
                 (listed,) = (ranks for ranks in getattr(config, f"{axis}_groups")() if rank in ranks)
                 assert tuple(dist.get_process_group_ranks(group)) == listed
                 assert dist.get_rank(group) == getattr(groups.coords, f"{axis}_rank") == listed.index(rank)
@@ -58,8 +55,10 @@ def groups_match(rank: int, world_size: int) -> None:
                 for axis in groups.mesh.mesh_dim_names:
                     assert groups.mesh.get_group(axis) is getattr(groups, axis)
                     assert groups.mesh.get_local_rank(axis) == getattr(groups.coords, f"{axis}_rank")
-            owned = [getattr(groups, axis) for axis in AXES if getattr(groups, axis) is not None]
-        assert all(getattr(groups, axis) is None for axis in AXES)
+            owned = {getattr(groups, axis) for axis in AXES}
+        for axis in AXES:
+            with pytest.raises(ValueError, match=f"the {axis} group is closed"):
+                getattr(groups, axis)
         for group in owned:
             with pytest.raises(ValueError):
                 dist.destroy_process_group(group)
@@ -104,7 +103,7 @@ def test_init_world_joins_and_leaves(monkeypatch, tmp_path) -> None:
     with init_world("cpu", timeout=timedelta(seconds=20)) as device:
         assert device == torch.device("cpu")
         with ParallelGroups.from_world(ParallelConfig()) as groups:
-            assert [getattr(groups, axis) for axis in AXES] == [None] * 5
+            assert all(dist.get_world_size(getattr(groups, axis)) == 1 for axis in AXES)
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="'tpu'"), init_world("tpu"):
         pass

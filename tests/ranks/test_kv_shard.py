@@ -97,3 +97,14 @@ def misfit_rows(rank: int, world_size: int) -> None:
 
 def test_misfits_are_refused_on_every_rank() -> None:
     run_ranks(misfit_rows, 2)
+
+
+def candidates_without_rows(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    shard = RoundRobinKVShard(group=dist.group.WORLD)
+    return [
+        tuple(shard.gather_candidates(torch.zeros(n, c, dtype=torch.int64)).shape) for n, c in ((0, 8), (3, 0), (2, 5))
+    ]
+
+
+def test_candidates_without_rows_keep_their_columns() -> None:
+    assert run_ranks(candidates_without_rows, 2) == [[(0, 16), (3, 0), (2, 10)]] * 2

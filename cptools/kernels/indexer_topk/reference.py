@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...integers import require_int
 from ..topk_select import INVALID, decode_order, encode_order, merge_orders
 
 QUERY_TILE = 32
@@ -48,7 +49,7 @@ class _QueryTile:
 
 
 def _check(query: Tensor, weights: Tensor, keys: Tensor) -> None:
-    if query.dim() != 3 or weights.shape != query.shape[:2] or keys.dim() != 2 or keys.shape[1] != query.shape[2]:
+    if query.dim() != 3 or query.shape[1] < 1 or weights.shape != query.shape[:2] or keys.dim() != 2 or keys.shape[1] != query.shape[2]:
         raise ValueError(
             f"indexer: want query [T, H, D], weights [T, H], keys [S, D], "
             f"got {tuple(query.shape)}, {tuple(weights.shape)}, {tuple(keys.shape)}"
@@ -89,6 +90,7 @@ def indexer_topk(
     position ascending), then -1 and -inf. Local. Raises ValueError if shapes do not fit or a row reaches beyond S.
     """
     _check(query, weights, keys)
+    require_int("k", k, minimum=1)
     rows = query.shape[0]
     if key_starts.shape != (rows,) or kv_lens.shape != (rows,):
         raise ValueError(

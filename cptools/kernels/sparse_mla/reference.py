@@ -27,8 +27,10 @@ def sparse_mla(query: Tensor, rows: Tensor, ids: Tensor, *, scale: float, v_dim:
             f"sparse_mla: want query [T, H, D], rows [S, D] and v_dim <= D, "
             f"got {tuple(query.shape)}, {tuple(rows.shape)}, v_dim={v_dim}"
         )
-    if ids.dim() != 2 or ids.shape[0] != query.shape[0]:
-        raise ValueError(f"sparse_mla: ids must be [{query.shape[0]}, K], got {tuple(ids.shape)}")
+    if ids.dim() != 2 or ids.shape[0] != query.shape[0] or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"sparse_mla: ids must be int64 or int32 [{query.shape[0]}, K], got {ids.dtype} {tuple(ids.shape)}"
+        )
     tokens, heads, _ = query.shape
     out = torch.zeros(tokens, heads, v_dim, dtype=torch.float32, device=query.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=query.device)
