@@ -15,7 +15,7 @@ __all__ = ["QUERY_TILE", "choose_sparse_mla", "sparse_mla"]
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_WIDTH = 512  # of the values, and of what the key has beyond them: one program holds both
-SEESAW_DIMS = (576, 512)
+RELAY_DIMS = (576, 512)
 
 
 def sparse_mla(
@@ -94,7 +94,7 @@ def choose_sparse_mla(
 ) -> Choice:
     """Which implementation `sparse_mla` runs for these inputs, and why nothing faster does. Local."""
     device = triton_obstacle(query.device)
-    obstacles = {"gluon": device or seesaw_obstacle(query, rows, ids, scale, v_dim, row_format)}
+    obstacles = {"gluon": device or relay_obstacle(query, rows, ids, scale, v_dim, row_format)}
     obstacles["triton"] = device or triton_shape_obstacle(query, rows, ids, v_dim, row_format)
     return choose("sparse_mla", impl, obstacles)
 
@@ -138,13 +138,13 @@ def triton_shape_obstacle(
     return rows_obstacle(rows, ids, row_format)
 
 
-def seesaw_obstacle(
+def relay_obstacle(
     query: Tensor, rows: Tensor, ids: Tensor, scale: float, v_dim: int, row_format: MlaRows | None
 ) -> str | None:
     if query.dtype != torch.bfloat16 or value_dtype(rows, row_format) != torch.bfloat16:
         return f"query and rows are {query.dtype} and {value_dtype(rows, row_format)}, not bfloat16"
-    if (query.shape[2], v_dim) != SEESAW_DIMS:
-        return f"values are {v_dim} of {query.shape[2]} columns, not {SEESAW_DIMS[1]} of {SEESAW_DIMS[0]}"
+    if (query.shape[2], v_dim) != RELAY_DIMS:
+        return f"values are {v_dim} of {query.shape[2]} columns, not {RELAY_DIMS[1]} of {RELAY_DIMS[0]}"
     if not scale > 0:
         return f"scale={scale} is not positive"
     if row_format is None and (rows.stride(1) != 1 or rows.stride(0) % 16 or rows.data_ptr() % 16):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
-from .gluon_seesaw import sparse_mla_kernel
+from .gluon_relay import sparse_mla_kernel
 
 HEAD_TILE = 64
 V_DIM = 512
@@ -77,7 +77,7 @@ def compile_specs() -> list[CompileSpec]:
     }
     return [
         CompileSpec(
-            name=f"sparse_mla_seesaw_{ids}_ids_{out}_out{'_counts' * counts}",
+            name=f"sparse_mla_relay_{ids}_ids_{out}_out{'_counts' * counts}",
             fn=sparse_mla_kernel,
             signature={
                 **{"query": "*bf16", "rows": "*bf16", "ids": f"*{ids}", "counts": "*i32", "out": f"*{out}"},

@@ -17,7 +17,8 @@ MAX_WIDTH = 512
 """Widest value and widest key remainder that a program holds in registers."""
 
 
-@triton.jit
+# Sizes that change from call to call are not worth a compilation each.
+@triton.jit(do_not_specialize=["heads", "num_rows", "columns"])
 def sparse_mla_kernel(
     query,
     rows,
@@ -90,7 +91,7 @@ def tile(heads: int, v_dim: int, rest_dim: int, dtype: torch.dtype) -> dict[str,
     wide = dtype == torch.float32
     return {
         "BLOCK_H": 16 if wide or heads <= 16 else 32 if heads <= 32 else 64,
-        "BLOCK_N": 16 if wide else 32,
+        "BLOCK_N": 16 if wide else 64,
         "BLOCK_V": max(16, triton.next_power_of_2(v_dim)),
         "BLOCK_R": max(16, triton.next_power_of_2(max(rest_dim, 1))),
         "PRECISION": "ieee",
@@ -117,6 +118,8 @@ def sparse_mla_triton(
     query = query.to(torch.promote_types(query.dtype, rows.dtype))
     query = query if query.stride(2) == 1 else query.contiguous()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    # A block of 64-bit ids would cost the registers that keep the kernel from spilling.
+    ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int() if ids.dtype == torch.int64 else ids
     ids = ids if ids.stride(1) == 1 else ids.contiguous()
     sizes = tile(heads, v_dim, dim - v_dim, query.dtype)
     sparse_mla_kernel[(tokens, triton.cdiv(heads, sizes["BLOCK_H"]))](
@@ -154,32 +157,35 @@ def sparse_mla_triton_fake(
 
 def compile_specs() -> list[CompileSpec]:
     names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    integers = "heads num_rows columns v_dim rest_dim query_stride_t query_stride_h row_stride ids_stride".split()
     specs = []
-    for heads, dtype, ids in [
-        (64, torch.bfloat16, "i32"),
-        (128, torch.bfloat16, "i64"),
-        (8, torch.bfloat16, "i32"),
-        (64, torch.float32, "i64"),
+    for heads, dtype, counts in [
+        (64, torch.bfloat16, False),
+        (128, torch.bfloat16, True),
+        (8, torch.bfloat16, False),
+        (64, torch.float32, True),
     ]:
         name = names[dtype]
-        pointers = {"query": f"*{name}", "rows": f"*{name}", "ids": f"*{ids}", "counts": f"*{ids}"}
+        pointers = {"query": f"*{name}", "rows": f"*{name}", "ids": "*i32", "counts": "*i64"}
         pointers |= {"out": "*fp32", "lse": "*fp32"}
-        integers = "heads num_rows columns v_dim rest_dim query_stride_t query_stride_h row_stride ids_stride".split()
-        sizes = {"HAS_COUNTS": ids == "i64", **tile(heads, 512, 64, dtype)}
+        constexprs = {"HAS_COUNTS": counts, **tile(heads, 512, 64, dtype)}
         specs.append(
             CompileSpec(
-                name=f"sparse_mla_{name}_{heads}_heads_{ids}_ids",
+                name=f"sparse_mla_{name}_{heads}_heads{'_counts' * counts}",
                 fn=sparse_mla_kernel,
                 signature={
                     **pointers,
                     "scale": "fp32",
                     **dict.fromkeys(integers, "i32"),
-                    **dict.fromkeys(sizes, "constexpr"),
+                    **dict.fromkeys(constexprs, "constexpr"),
                 },
-                constexprs=sizes,
+                constexprs=constexprs,
                 num_warps=num_warps(dtype),
                 num_stages=2,
-                divisible_by_16=(*pointers, *(name for name in integers if name != "num_rows")),
+                divisible_by_16=(
+                    *pointers,
+                    *"v_dim rest_dim query_stride_t query_stride_h row_stride ids_stride".split(),
+                ),
             )
         )
     return specs

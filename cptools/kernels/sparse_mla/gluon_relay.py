@@ -1,11 +1,12 @@
 """Sparse MLA over BF16 rows of 512 + 64 columns on Hopper: one program a query and 64 heads, three warpgroups.
 
-The schedule is FlashMLA's "seesaw". Rows come in pairs of blocks of 64. The even warpgroup scores the even block and
-owns output columns 0-255, the odd one the odd block and columns 256-511. Each keeps its own weights in registers for
-its half of the output and hands them to the other through shared memory, where they lie over the rotary part of the
-block, which is dead once the block is scored. The running maximum goes even -> odd -> even within a pair. The producer
-fills quarter tiles (block x half of the columns) in the order in which the consumers free them:
-even left, odd right, even right, odd left.
+Rows come in pairs of blocks of 64, even and odd. Each of two warpgroups owns half of the output columns, scores one
+block of a pair and, as in a relay, hands the weights and the running maximum on to the other through shared memory,
+where the weights lie over the rotary part of the block, which is dead once the block is scored. So both halves of the
+output take a block as soon as it has weights, its buffer is free early, and one warpgroup scores or takes exponentials
+while the other multiplies. (FlashMLA's order instead rescales the even weights by the odd maximum before handing them
+on, which frees the even block last.) The producer fills quarter tiles, block x half of the columns, in the order in
+which they become free.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -41,8 +42,8 @@ ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 # Tiles: the quarters in the order in which they are filled, the rotary parts, the query.
 EVEN_LEFT = gl.constexpr(0)
-ODD_RIGHT = gl.constexpr(1)
-EVEN_RIGHT = gl.constexpr(2)
+EVEN_RIGHT = gl.constexpr(1)
+ODD_RIGHT = gl.constexpr(2)
 ODD_LEFT = gl.constexpr(3)
 EVEN_ROPE = gl.constexpr(4)
 ODD_ROPE = gl.constexpr(5)
@@ -53,12 +54,10 @@ Q_ROPE = gl.constexpr(8)
 # Barriers: a quarter is full (numbered as the tile), a quarter is free again (+ FREE), what the consumers exchange.
 FREE = gl.constexpr(4)
 QUERY_FULL = gl.constexpr(8)
-EVEN_TOP = gl.constexpr(9)
-ODD_TOP = gl.constexpr(10)
-EVEN_WEIGHTS = gl.constexpr(11)
-ODD_WEIGHTS = gl.constexpr(12)
-EVEN_TOTAL = gl.constexpr(13)
-ODD_TOTAL = gl.constexpr(14)
+EVEN_WEIGHTS = gl.constexpr(9)
+ODD_WEIGHTS = gl.constexpr(10)
+EVEN_TOTAL = gl.constexpr(11)
+ODD_TOTAL = gl.constexpr(12)
 
 
 @gluon.jit
@@ -97,10 +96,6 @@ def produce(tiles, even_notes, odd_notes, bars, row_part, query_part, pairs):
         async_copy.async_copy_global_to_shared(tiles[EVEN_LEFT].index(0), even_at + wide, mask=even_mask)
         async_copy.mbarrier_arrive(bars[EVEN_LEFT], increment_count=False)
 
-        mbarrier.wait(bars[FREE + ODD_RIGHT], phase)
-        async_copy.async_copy_global_to_shared(tiles[ODD_RIGHT].index(0), odd_at + HALF + wide, mask=odd_mask)
-        async_copy.mbarrier_arrive(bars[ODD_RIGHT], increment_count=False)
-
         mbarrier.wait(bars[FREE + EVEN_RIGHT], phase)
         async_copy.async_copy_global_to_shared(tiles[EVEN_RIGHT].index(0), even_at + HALF + wide, mask=even_mask)
         async_copy.async_copy_global_to_shared(tiles[EVEN_ROPE].index(0), even_at + 2 * HALF + narrow, mask=even_mask)
@@ -108,6 +103,10 @@ def produce(tiles, even_notes, odd_notes, bars, row_part, query_part, pairs):
         even_notes[0].store(gl.where(even_used, 0.0, -float("inf")))
         even_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused % 256)
         mbarrier.arrive(bars[EVEN_RIGHT])
+
+        mbarrier.wait(bars[FREE + ODD_RIGHT], phase)
+        async_copy.async_copy_global_to_shared(tiles[ODD_RIGHT].index(0), odd_at + HALF + wide, mask=odd_mask)
+        async_copy.mbarrier_arrive(bars[ODD_RIGHT], increment_count=False)
 
         mbarrier.wait(bars[FREE + ODD_LEFT], phase)
         async_copy.async_copy_global_to_shared(tiles[ODD_LEFT].index(0), odd_at + wide, mask=odd_mask)
@@ -148,24 +147,23 @@ def even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr)
     scores = without_unused(scores, notes)
     even_top = gl.maximum(running, gl.max(scores, 1))
     tops[0].store(even_top)
-    mbarrier.arrive(bars[EVEN_TOP])
     # The difference first, then the base: equal scores must cancel at any magnitude.
     fade = gl.exp2((running - even_top) * scale2)
     weights = gl.exp2((scores - even_top[:, None]) * scale2)
-    acc = times(acc, fade)
-    operand = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
-    acc = warpgroup_mma(operand, tiles[EVEN_LEFT].index(zero), acc, is_async=True)
-    mbarrier.wait(bars[ODD_TOP], phase)
-    running = tops[1].load(PER_HEAD)
-    late = gl.exp2((even_top - running) * scale2)
-    tiles[EVEN_ROPE].index(zero).store((weights * late[:, None]).to(gl.bfloat16))
+    handed = weights.to(gl.bfloat16)
+    tiles[EVEN_ROPE].index(zero).store(handed)
     fence_async_shared()
     mbarrier.arrive(bars[EVEN_WEIGHTS])
-    weight = (weight * fade + gl.sum(weights, 1)) * late
+    acc = times(acc, fade)
+    acc = warpgroup_mma(gl.convert_layout(handed, WEIGHTS), tiles[EVEN_LEFT].index(zero), acc, is_async=True)
+    weight = weight * fade + gl.sum(weights, 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(bars[FREE + EVEN_LEFT])
-    acc = times(acc, late)
     mbarrier.wait(bars[ODD_WEIGHTS], phase)
+    running = tops[1].load(PER_HEAD)
+    fade = gl.exp2((even_top - running) * scale2)
+    weight *= fade
+    acc = times(acc, fade)
     acc = warpgroup_mma(tiles[ODD_ROPE].index(zero), tiles[ODD_LEFT].index(zero), acc, is_async=True)
     if LAST:
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -189,29 +187,27 @@ def odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
     zero = pair >> 30
     scores = without_unused(scores, notes)
     own_top = gl.max(scores, 1)
-    mbarrier.wait(bars[EVEN_TOP], phase)
-    odd_top = gl.maximum(tops[0].load(PER_HEAD), own_top)
-    tops[1].store(odd_top)
-    mbarrier.arrive(bars[ODD_TOP])
-    fade = gl.exp2((running - odd_top) * scale2)
-    weights = gl.exp2((scores - odd_top[:, None]) * scale2)
+    mbarrier.wait(bars[EVEN_WEIGHTS], phase)
+    even_top = tops[0].load(PER_HEAD)
+    fade = gl.exp2((running - even_top) * scale2)
     acc = times(acc, fade)
+    acc = warpgroup_mma(tiles[EVEN_ROPE].index(zero), tiles[EVEN_RIGHT].index(zero), acc, is_async=True)
+    odd_top = gl.maximum(even_top, own_top)
+    tops[1].store(odd_top)
+    late = gl.exp2((even_top - odd_top) * scale2)
+    weights = gl.exp2((scores - odd_top[:, None]) * scale2)
     handed = weights.to(gl.bfloat16)
-    acc = warpgroup_mma(gl.convert_layout(handed, WEIGHTS), tiles[ODD_RIGHT].index(zero), acc, is_async=True)
-    # The copy for the other warpgroup is stored while the own product runs.
     tiles[ODD_ROPE].index(zero).store(handed)
     fence_async_shared()
     mbarrier.arrive(bars[ODD_WEIGHTS])
-    weight = weight * fade + gl.sum(weights, 1)
-    mbarrier.wait(bars[EVEN_WEIGHTS], phase)
-    acc = warpgroup_mma(tiles[EVEN_ROPE].index(zero), tiles[EVEN_RIGHT].index(zero), acc, is_async=True)
-    if LAST:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    else:
-        acc = warpgroup_mma_wait(1, deps=[acc])
+    weight = weight * fade * late + gl.sum(weights, 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(bars[FREE + EVEN_RIGHT])
+    acc = times(acc, late)
+    acc = warpgroup_mma(gl.convert_layout(handed, WEIGHTS), tiles[ODD_RIGHT].index(zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    if not LAST:
         mbarrier.arrive(bars[FREE + ODD_RIGHT])
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(bars[FREE + EVEN_RIGHT])
         mbarrier.wait(bars[ODD_RIGHT], phase ^ 1)
         scores = score_half(tiles[Q_RIGHT], tiles[ODD_RIGHT], gl.zeros_like(scores), zero, FIRST=True)
         mbarrier.wait(bars[ODD_LEFT], phase ^ 1)
@@ -317,7 +313,8 @@ def barrier(count: gl.constexpr):
     return bar
 
 
-@gluon.jit
+# Sizes that change from call to call are not worth a compilation each.
+@gluon.jit(do_not_specialize=["heads", "head_tiles", "num_rows", "columns", "ids_stride"])
 def sparse_mla_kernel(
     query,
     rows,
@@ -356,9 +353,9 @@ def sparse_mla_kernel(
     tops = (shared(gl.float32, HEADS), shared(gl.float32, HEADS))
     totals = (shared(gl.float32, HEADS), shared(gl.float32, HEADS))
     # A copy arrives once a producer thread; where the producer also stores, it arrives once more as a whole.
-    full = (barrier(128), barrier(128), barrier(129), barrier(129))
+    full = (barrier(128), barrier(129), barrier(128), barrier(129))
     free = (barrier(1), barrier(1), barrier(1), barrier(1))
-    exchange = (barrier(1), barrier(1), barrier(1), barrier(1), barrier(1), barrier(1))
+    exchange = (barrier(1), barrier(1), barrier(1), barrier(1))
     bars = full + free + (barrier(128),) + exchange
     gl.warp_specialize(
         [
