@@ -1,5 +1,283 @@
 """Lightning-indexer scores and their fused top-k."""
 
-from .reference import KEY_TILE, QUERY_TILE, indexer_scores, indexer_topk
+from __future__ import annotations
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "indexer_scores", "indexer_topk"]
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...formats import FP8
+from .. import impl as implementations
+from . import fp8_reference, reference
+from .chunks import topk_of_chunks, topk_of_lists
+from .keys import IndexKeys
+from .reference import KEY_TILE, QUERY_TILE
+
+__all__ = [
+    "KEY_TILE",
+    "QUERY_TILE",
+    "IndexKeys",
+    "choose_indexer_scores",
+    "indexer_scores",
+    "indexer_scores_fp8",
+    "indexer_topk",
+    "indexer_topk_fp8",
+]
+
+WORKSPACE_BYTES = 320 << 20
+"""What the fused top-k may use beside its results, by default."""
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_GLUON_HEADS = (32, 64)
+_GLUON_DIM = 128
+_GLUON_TILE = 64
+_TRITON_DIM = 256
+_MANY_ROWS = 256  # from here on lists of candidates are faster than whole rows of scores
+_LIST_COLUMNS = 16384  # keys that the lists take without a threshold
+_LIST_MAX_K = 3584
+
+
+def choose_indexer_scores(query: Tensor, keys: Tensor | IndexKeys, *, impl: str = "auto") -> implementations.Choice:
+    """What scores these queries and keys, alone or fused with the selection, and why nothing faster does."""
+    return implementations.choose(
+        "indexer_scores", impl, {"gluon": _gluon_obstacle(query, keys), "triton": _triton_obstacle(query, keys)}
+    )
+
+
+def _triton_obstacle(query: Tensor, keys: Tensor | IndexKeys) -> str | None:
+    if query.shape[-1] > _TRITON_DIM:
+        return f"queries are {query.shape[-1]} wide, more than {_TRITON_DIM}"
+    return implementations.triton_obstacle(query.device)
+
+
+def _gluon_obstacle(query: Tensor, keys: Tensor | IndexKeys) -> str | None:
+    if not isinstance(keys, IndexKeys):
+        return f"keys are {keys.dtype}, not FP8"
+    if query.shape[-2] not in _GLUON_HEADS or query.shape[-1] != _GLUON_DIM:
+        return f"built for 32 or 64 heads of {_GLUON_DIM}, got {query.shape[-2]} of {query.shape[-1]}"
+    if keys.page_size % _GLUON_TILE:
+        return f"pages of {keys.page_size} keys are not a multiple of {_GLUON_TILE}"
+    if keys.values.data_ptr() % 16 or keys.values.stride(0) % 16 or keys.scales.stride(-1) != 1:
+        return "keys are not aligned to 16 bytes or scales not back to back"
+    if not keys.page_size and keys.values.stride(0) != _GLUON_DIM:
+        return "keys are not back to back"
+    return implementations.triton_obstacle(query.device)
+
+
+def indexer_scores(query: Tensor, weights: Tensor, keys: Tensor, *, impl: str = "auto") -> Tensor:
+    """All scores of one sequence: query [T, H, D], weights [T, H], keys [S, D], floats -> float32 [T, S].
+
+    For inspection. impl: "auto" | "reference" | "triton"; `choose_indexer_scores` says what would run. Local.
+    """
+    if choose_indexer_scores(query, keys, impl=impl).impl == "reference":
+        return reference.indexer_scores(query, weights, keys)
+    _check_floats(query, weights, keys)
+    from .triton import scores_into
+
+    out = torch.empty(query.shape[0], keys.shape[0], dtype=torch.float32, device=query.device)
+    lens = torch.full(query.shape[:1], keys.shape[0], dtype=torch.int64, device=query.device)
+    scores_into(out, query.contiguous(), _weights(weights), _rows(keys), None, None, None, lens, 0, 0)
+    return out
+
+
+def indexer_topk(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    *,
+    key_starts: Tensor,
+    kv_lens: Tensor,
+    k: int,
+    impl: str = "auto",
+    columns: int | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """The k best keys of each query, without storing the scores.
+
+    query [T, H, D], weights [T, H] and keys [S, D], floats, any scales already applied. Row t may see
+    ``keys[key_starts[t] : key_starts[t] + kv_lens[t]]`` (integers [T]; rows of one sequence next to each other).
+    Returns (positions [T, k] int64 relative to key_starts, scores [T, k] float32) ordered by (score descending,
+    position ascending), then -1 and -inf. Local.
+
+    impl: "auto" | "reference" | "triton"; `choose_indexer_scores` says what would run. The kernels never wait for the
+    GPU: a row that reaches beyond S is cut there, and ``columns`` bounds kv_lens (by default S). They use at most
+    ``workspace_bytes`` beside the results, or what k candidates and k scores a row need. The reference raises
+    ValueError if a row reaches beyond S, and ignores both arguments.
+    """
+    if choose_indexer_scores(query, keys, impl=impl).impl == "reference":
+        return reference.indexer_topk(query, weights, keys, key_starts=key_starts, kv_lens=kv_lens, k=k)
+    _check_floats(query, weights, keys)
+    _check_rows(query, kv_lens, key_starts)
+    from .triton import scores_into
+
+    query, weights, keys = query.contiguous(), _weights(weights), _rows(keys)
+
+    def score(out: Tensor, part: slice, first: int) -> None:
+        starts, lens = key_starts[part], kv_lens[part]
+        scores_into(out, query[part], weights[part], keys, None, None, starts, lens, first, 0)
+
+    return topk_of_chunks(
+        score,
+        _within(keys.shape[0], key_starts, kv_lens),
+        columns=keys.shape[0] if columns is None else min(columns, keys.shape[0]),
+        k=k,
+        workspace_bytes=workspace_bytes,
+    )
+
+
+def indexer_scores_fp8(
+    query: Tensor,
+    weights: Tensor,
+    keys: IndexKeys,
+    *,
+    kv_lens: Tensor,
+    key_starts: Tensor | None = None,
+    columns: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Scores of FP8 queries and keys -> float32 [T, columns], column = position in the row's sequence.
+
+    query [T, H, D] e4m3, its scale folded into weights [T, H] float32 (ReLU commutes with it). Row t sees the first
+    ``kv_lens[t]`` keys of its sequence (integers [T]), -inf beyond. Its sequence starts at key ``key_starts[t]``, by
+    default 0; in pages it is request ``t // (T // R)``. columns: by default what keys can hold; more of them are -inf.
+
+    Local, on the current stream; the kernels make no host sync and may be captured in a CUDA graph. impl: "auto" |
+    "reference" | "triton" | "gluon"; `choose_indexer_scores` says what would run.
+    """
+    _check_fp8(query, weights, keys, kv_lens, key_starts)
+    columns = keys.capacity if columns is None else columns
+    chosen = choose_indexer_scores(query, keys, impl=impl).impl
+    if chosen == "reference":
+        return fp8_reference.indexer_scores_fp8(
+            query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, columns=columns
+        )
+    from .triton import fill_beyond
+
+    out = torch.empty(query.shape[0], columns, dtype=torch.float32, device=query.device)
+    inside = out[:, : keys.capacity]  # the kernels look no further in a block table
+    _score_fp8(chosen, inside, query.contiguous(), _weights(weights), keys, key_starts, kv_lens, 0)
+    fill_beyond(out, kv_lens, key_starts, keys.capacity)
+    return out
+
+
+def indexer_topk_fp8(
+    query: Tensor,
+    weights: Tensor,
+    keys: IndexKeys,
+    *,
+    kv_lens: Tensor,
+    key_starts: Tensor | None = None,
+    k: int,
+    columns: int | None = None,
+    sorted_by: Literal["score", "none"] = "score",
+    workspace_bytes: int = WORKSPACE_BYTES,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The k best of `indexer_scores_fp8`, exactly, without storing them: (positions [T, k] int64, scores [T, k]).
+
+    Arguments as there; order and padding as in `indexer_topk`, and so are ``columns`` and ``workspace_bytes``.
+    sorted_by: "none" lets valid entries stand in any order, which is faster and may differ from run to run.
+    """
+    if sorted_by not in ("score", "none"):
+        raise ValueError(f"indexer_topk_fp8: sorted_by must be 'score' or 'none', got {sorted_by!r}")
+    _check_fp8(query, weights, keys, kv_lens, key_starts)
+    chosen = choose_indexer_scores(query, keys, impl=impl).impl
+    if chosen == "reference":
+        return fp8_reference.indexer_topk_fp8(query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, k=k)
+    query, weights = query.contiguous(), _weights(weights)
+    queries = query.shape[0] // keys.block_tables.shape[0] if keys.block_tables is not None else 1
+
+    def score(out: Tensor, part: slice, first: int) -> None:
+        some = keys
+        if keys.block_tables is not None and part.stop - part.start < query.shape[0]:
+            tables = keys.block_tables.repeat_interleave(queries, 0)[part]
+            some = IndexKeys(keys.values, keys.scales, tables)
+        starts = None if key_starts is None else key_starts[part]
+        _score_fp8(chosen, out, query[part], weights[part], some, starts, kv_lens[part], first)
+
+    lens = _within(keys.capacity, key_starts, kv_lens)
+    columns = keys.capacity if columns is None else min(columns, keys.capacity)
+    rows = query.shape[0]
+    if chosen == "gluon" and not keys.page_size and rows >= _MANY_ROWS and k <= _LIST_MAX_K and columns > _LIST_COLUMNS:
+        from .gluon import collect
+
+        def collect_part(
+            lists: Tensor, counts: Tensor, thresholds: Tensor, part: slice, first: int, columns: int
+        ) -> None:
+            starts = None if key_starts is None else key_starts[part]
+            state = lists, counts, thresholds
+            problem = query[part], weights[part], keys.values, keys.scales, starts, kv_lens[part]
+            collect(*state, *problem, first, columns)
+
+        in_order = sorted_by == "score"
+        return topk_of_lists(
+            collect_part, lens, columns=columns, k=k, workspace_bytes=workspace_bytes, in_order=in_order
+        )
+    return topk_of_chunks(score, lens, columns=columns, k=k, workspace_bytes=workspace_bytes)
+
+
+def _score_fp8(
+    chosen: str,
+    out: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    keys: IndexKeys,
+    starts: Tensor | None,
+    lens: Tensor,
+    first: int,
+) -> None:
+    if chosen == "gluon":
+        from .gluon import scores_into
+    else:
+        from .triton import scores_into
+    tables = keys.block_tables
+    scores_into(out, query, weights, keys.values, keys.scales, tables, starts, lens, first, keys.page_size)
+
+
+def _within(capacity: int, starts: Tensor | None, lens: Tensor) -> Tensor:
+    """Lengths that the kernels see, cut where the keys end; without starts, ``columns`` cut them."""
+    if starts is None:
+        return lens
+    return torch.minimum(lens, capacity - starts).masked_fill(starts < 0, 0)
+
+
+def _weights(weights: Tensor) -> Tensor:
+    return weights.float().contiguous()
+
+
+def _rows(keys: Tensor) -> Tensor:
+    return keys if keys.stride(1) == 1 else keys.contiguous()
+
+
+def _check_floats(query: Tensor, weights: Tensor, keys: Tensor) -> None:
+    if query.dim() != 3 or weights.shape != query.shape[:2] or keys.dim() != 2 or keys.shape[1] != query.shape[2]:
+        raise ValueError(
+            f"indexer: want query [T, H, D], weights [T, H], keys [S, D], "
+            f"got {tuple(query.shape)}, {tuple(weights.shape)}, {tuple(keys.shape)}"
+        )
+    if query.dtype not in _FLOATS or keys.dtype not in _FLOATS:
+        raise ValueError(f"indexer: want float queries and keys, got {query.dtype} and {keys.dtype}")
+
+
+def _check_fp8(query: Tensor, weights: Tensor, keys: IndexKeys, kv_lens: Tensor, key_starts: Tensor | None) -> None:
+    if query.dim() != 3 or query.dtype != FP8 or weights.shape != query.shape[:2] or query.shape[2] != keys.dim:
+        raise ValueError(
+            f"indexer: want query e4m3 [T, H, {keys.dim}] and weights [T, H], "
+            f"got {query.dtype} {tuple(query.shape)} and {tuple(weights.shape)}"
+        )
+    _check_rows(query, kv_lens, key_starts)
+    if keys.block_tables is None:
+        return
+    if key_starts is not None:
+        raise ValueError("indexer: key_starts have no meaning for keys in pages")
+    requests = keys.block_tables.shape[0]
+    if query.shape[0] % max(requests, 1) or (query.shape[0] and not requests):
+        raise ValueError(f"indexer: {query.shape[0]} rows can not be shared evenly by {requests} block tables")
+
+
+def _check_rows(query: Tensor, kv_lens: Tensor, key_starts: Tensor | None) -> None:
+    rows = query.shape[:1]
+    if kv_lens.shape != rows or (key_starts is not None and key_starts.shape != rows):
+        starts = None if key_starts is None else tuple(key_starts.shape)
+        raise ValueError(f"indexer: kv_lens {tuple(kv_lens.shape)} and key_starts {starts} must be [{rows[0]}]")

@@ -49,7 +49,13 @@ class _QueryTile:
 
 
 def _check(query: Tensor, weights: Tensor, keys: Tensor) -> None:
-    if query.dim() != 3 or query.shape[1] < 1 or weights.shape != query.shape[:2] or keys.dim() != 2 or keys.shape[1] != query.shape[2]:
+    if (
+        query.dim() != 3
+        or query.shape[1] < 1
+        or weights.shape != query.shape[:2]
+        or keys.dim() != 2
+        or keys.shape[1] != query.shape[2]
+    ):
         raise ValueError(
             f"indexer: want query [T, H, D], weights [T, H], keys [S, D], "
             f"got {tuple(query.shape)}, {tuple(weights.shape)}, {tuple(keys.shape)}"

@@ -1,0 +1,271 @@
+"""Indexer scores on Hopper's matrix units: FP8 queries and keys of width 128, contiguous or in pages.
+
+One warpgroup takes 128 // heads queries (all heads of them are the columns of one product) and walks over its keys,
+64 at a time, copied a few tiles ahead. Products of different programs on an SM overlap each other's epilogue, so small
+programs matter more than large tiles. Columns are ordered such that one thread holds all heads of its query: the head
+sum then needs no other thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..compile_spec import CompileSpec
+from .contiguous_gluon import contiguous_kernel
+from .paged_gluon import paged_kernel
+
+TILE = 64
+"""Keys of one product; pages hold a multiple of it."""
+DEPTH = 128
+"""Width of queries and keys, bytes."""
+_WIDTH = 128  # columns of one product
+_STAGES = 4
+_LAUNCH = {"num_warps": 4, "maxnreg": 128}  # four programs an SM
+_RESIDENT = 528  # four programs on each of 132 SMs
+_CONTIGUOUS_TILES = 64
+_PAGED_TILES = 8  # memory rules, and many short programs keep it busy to the end
+
+
+def queries_a_program(queries: int, heads: int) -> int:
+    """How many of the queries that share their keys one program scores."""
+    most = _WIDTH // heads
+    return min(most, 1 << (queries - 1).bit_length())
+
+
+def tiles_a_program(groups: int, columns: int, most: int) -> int:
+    """Key tiles of one program: many, to pay once for its queries, yet enough programs to fill the GPU evenly."""
+    tiles = -(-columns // TILE)
+    return max(1, min(most, tiles, groups * tiles // _RESIDENT))
+
+
+@torch.library.custom_op("cptools::indexer_scores_gluon", mutates_args=("out",))
+def scores_into(
+    out: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    tables: Tensor | None,
+    starts: Tensor | None,
+    lens: Tensor,
+    first: int,
+    page_size: int,
+) -> None:
+    """Scores of positions [first, first + columns) into out [T, columns]; nothing beyond a row's length.
+
+    keys [S, 128], or with tables [R, blocks] pages [P, >= page_size * 128] that begin with their keys; scales [S], or
+    [P, page_size]. Rows t of equal ``t // (T // R)`` share a table. ``first`` is a multiple of 64.
+    """
+    rows, heads, depth = query.shape
+    columns = out.shape[1]
+    if not rows or not columns:
+        return
+    if tables is None:
+        _contiguous("scores", out, lens, lens, query, weights, keys, scales, starts, lens, first, columns)
+        return
+    queries = rows // tables.shape[0]
+    together = queries_a_program(queries, heads)
+    groups = tables.shape[0] * triton.cdiv(queries, together)
+    tiles = tiles_a_program(groups, columns, _PAGED_TILES)
+    paged_kernel[(groups, triton.cdiv(columns, tiles * TILE))](
+        query,
+        weights,
+        keys,
+        scales,
+        tables,
+        lens,
+        out,
+        queries,
+        keys.shape[0],
+        first,
+        columns,
+        tiles,
+        tables.stride(0),
+        keys.stride(0),
+        scales.stride(0),
+        out.stride(0),
+        QUERIES=together,
+        HEADS=heads,
+        DEPTH=depth,
+        PAGE=page_size,
+        STAGES=_STAGES,
+        **_LAUNCH,
+    )
+
+
+@scores_into.register_fake
+def _(
+    out: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    tables: Tensor | None,
+    starts: Tensor | None,
+    lens: Tensor,
+    first: int,
+    page_size: int,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("cptools::indexer_collect_gluon", mutates_args=("lists", "counts"))
+def collect(
+    lists: Tensor,
+    counts: Tensor,
+    thresholds: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    starts: Tensor | None,
+    lens: Tensor,
+    first: int,
+    columns: int,
+) -> None:
+    """Order keys of positions [first, first + columns) into lists [T, LARGE] of counts [T] int32.
+
+    From position 0 on, all of them, by position; ``counts`` must say how many. Later, those above a row's threshold [T]
+    (all of them if it is NaN) are appended in any order; the caller sees to it that they fit. Other arguments as in
+    `scores_into`.
+    """
+    if query.shape[0] and columns:
+        mode = "best" if first else "all"
+        _contiguous(mode, lists, counts, thresholds, query, weights, keys, scales, starts, lens, first, columns)
+
+
+@collect.register_fake
+def _(
+    lists: Tensor,
+    counts: Tensor,
+    thresholds: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    starts: Tensor | None,
+    lens: Tensor,
+    first: int,
+    columns: int,
+) -> None:
+    return None
+
+
+def _contiguous(
+    mode: str,
+    out: Tensor,
+    counts: Tensor,
+    thresholds: Tensor,
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor,
+    starts: Tensor | None,
+    lens: Tensor,
+    first: int,
+    columns: int,
+) -> None:
+    rows, heads, depth = query.shape
+    together = queries_a_program(rows, heads)
+    groups = triton.cdiv(rows, together)
+    tiles = tiles_a_program(groups, columns, _CONTIGUOUS_TILES)
+    contiguous_kernel[(groups, triton.cdiv(columns, tiles * TILE))](
+        query,
+        weights,
+        TensorDescriptor.from_tensor(keys, [TILE, DEPTH], gl.NVMMASharedLayout(128, 8, 2)),
+        scales,
+        lens if starts is None else starts,  # stands in, is not read
+        lens,
+        out,
+        counts,
+        thresholds,
+        rows,
+        keys.shape[0],
+        first,
+        columns,
+        tiles,
+        out.stride(0),
+        QUERIES=together,
+        HEADS=heads,
+        DEPTH=depth,
+        HAS_STARTS=starts is not None,
+        STAGES=_STAGES,
+        KEEP=mode,
+        **_LAUNCH,
+    )
+
+
+def _contiguous_spec(heads: int, queries: int, *, mode: str = "scores", starts: bool = False) -> CompileSpec:
+    constexprs: dict[str, Any] = {
+        "QUERIES": queries,
+        "HEADS": heads,
+        "DEPTH": DEPTH,
+        "HAS_STARTS": starts,
+        "STAGES": _STAGES,
+        "KEEP": mode,
+    }
+    return CompileSpec(
+        name=f"indexer_{mode}_{heads}_heads_{queries}_queries{'_starts' if starts else ''}",
+        fn=contiguous_kernel,
+        signature={
+            "query": "*fp8e4nv",
+            "weights": "*fp32",
+            "keys": f"tensordesc<fp8e4nv[{TILE},{DEPTH}],NVMMASharedLayout(128,8,2)>",
+            "scales": "*fp32",
+            "starts": "*i64",
+            "lens": "*i64",
+            "out": "*fp32" if mode == "scores" else "*i64",
+            "counts": "*i32",
+            "thresholds": "*fp32",
+            **dict.fromkeys(("queries", "num_keys", "first", "columns", "tiles", "out_stride"), "i32"),
+            **dict.fromkeys(constexprs, "constexpr"),
+        },
+        constexprs=constexprs,
+        gluon=True,
+        max_spill_bytes=0 if mode == "scores" else 32,  # little more than once a group of rows
+        options={"maxnreg": _LAUNCH["maxnreg"]},
+        divisible_by_16=("query", "weights", "scales", "lens", "out"),
+    )
+
+
+def _paged_spec(heads: int, queries: int, page: int) -> CompileSpec:
+    constexprs = {"QUERIES": queries, "HEADS": heads, "DEPTH": DEPTH, "PAGE": page, "STAGES": _STAGES}
+    return CompileSpec(
+        name=f"indexer_scores_{heads}_heads_{queries}_queries_pages_of_{page}",
+        fn=paged_kernel,
+        signature={
+            "query": "*fp8e4nv",
+            "weights": "*fp32",
+            "keys": "*fp8e4nv",
+            "scales": "*fp32",
+            "tables": "*i64",
+            "lens": "*i64",
+            "out": "*fp32",
+            **dict.fromkeys(("queries", "num_pages", "first", "columns", "tiles"), "i32"),
+            **dict.fromkeys(("table_stride", "key_page_stride", "scale_page_stride", "out_stride"), "i32"),
+            **dict.fromkeys(constexprs, "constexpr"),
+        },
+        constexprs=constexprs,
+        gluon=True,
+        options={"maxnreg": _LAUNCH["maxnreg"]},
+        divisible_by_16=("query", "weights", "keys", "scales", "tables", "lens", "out", "key_page_stride"),
+    )
+
+
+def compile_specs() -> list[CompileSpec]:
+    return [
+        *(_contiguous_spec(32, 4, mode=mode) for mode in ("scores", "all", "best")),
+        *(_contiguous_spec(32, 4, mode=mode, starts=True) for mode in ("scores", "all", "best")),
+        _contiguous_spec(32, 1, starts=True),
+        _contiguous_spec(64, 2, starts=True),
+        _contiguous_spec(64, 2, mode="best", starts=True),
+        *(_paged_spec(32, queries, 64) for queries in (1, 2, 4)),
+        *(_paged_spec(64, queries, 64) for queries in (1, 2)),
+        _paged_spec(32, 1, 256),
+    ]
