@@ -267,7 +267,7 @@ def test_many_rows_are_selected_in_blocks() -> None:
     keys = exact_keys(600, seed=2)
     lens = torch.arange(rows, device="cuda") % 601
     wanted = indexer_topk_fp8(query, weights, keys, kv_lens=lens, k=16, impl="reference")
-    found = indexer_topk_fp8(query, weights, keys, kv_lens=lens, k=16, workspace_bytes=1)
+    found = indexer_topk_fp8(query, weights, keys, kv_lens=lens, k=16, workspace_bytes=1 << 20)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
 
@@ -324,11 +324,19 @@ def test_capture_and_replay_with_other_contents(impl: str) -> None:
 
 
 def test_custom_ops_pass_opcheck() -> None:
-    from cptools.kernels.indexer_topk import gluon, triton
+    from cptools.kernels.indexer_topk import gluon, keep_triton, triton
 
     keys = exact_keys(200, seed=1)
     query, weights = exact_queries(3, 32, seed=2)
     out, lens = torch.zeros(3, 200, device="cuda"), ids([1, 150, 200])
+    lists = torch.zeros(3, keep_triton.LARGE, dtype=torch.int64, device="cuda")
+    counts, thresholds = ids([200, 5000, 0]).int(), torch.zeros(3, device="cuda")
+    problem = query, weights, keys.values, keys.scales, None, lens
+    for first in (0, 64):
+        torch.library.opcheck(gluon.collect, (lists.clone(), counts.clone(), thresholds, *problem, first, 100))
+    torch.library.opcheck(keep_triton.keep, (lists, counts, thresholds, 100, keep_triton.ROOMY))
+    torch.library.opcheck(keep_triton.best, (lists, counts, 100))
+    torch.library.opcheck(keep_triton.decode, (lists[:, :100].contiguous(),))
     for op in (triton.scores_into, gluon.scores_into):
         torch.library.opcheck(op, (out, query, weights, keys.values, keys.scales, None, None, lens, 0, 0))
     torch.library.opcheck(triton.fill_beyond, (out, lens, None, 200))
