@@ -342,6 +342,8 @@ def test_odd_widths_give_equal_bits_to_equal_queries(heads: int, depth: int, v_d
 
 
 def test_selection_without_columns_is_empty() -> None:
-    out, lse = sparse_mla(torch.randn(2, 1, 4), torch.randn(3, 4), torch.empty(2, 0), scale=1.0, v_dim=2)
+    out, lse = sparse_mla(
+        torch.randn(2, 1, 4), torch.randn(3, 4), torch.empty(2, 0, dtype=torch.int64), scale=1.0, v_dim=2
+    )
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
