@@ -60,7 +60,17 @@ def poisoned_rows(rows: int, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("impl", ["gluon", "triton"])
 @pytest.mark.parametrize(
     "tokens, heads, columns",
-    [(150, 64, 2048), (1, 64, 64), (7, 1, 128), (5, 16, 192), (9, 63, 320), (6, 65, 256), (3, 128, 2048), (4, 100, 70)],
+    [
+        (150, 64, 2048),
+        (1, 64, 64),
+        (7, 1, 128),
+        (5, 16, 192),
+        (9, 63, 320),
+        (6, 65, 256),
+        (3, 128, 2048),
+        (4, 100, 70),
+        (100, 128, 192),
+    ],
 )
 def test_any_count_of_heads_and_columns(impl: str, tokens: int, heads: int, columns: int) -> None:
     query, rows = randn(tokens, heads, 576), randn(5000, 576, seed=1)

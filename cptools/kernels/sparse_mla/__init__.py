@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import FP8, SCALE_BLOCK, MlaRows
+from ...formats import FP8, MlaRows
 from ..impl import HOPPER, Choice, choose, triton_obstacle
+from ..kv_gather import unpack_rows
 from . import reference
+from .decode import choose_sparse_mla_decode, sparse_mla_decode
 from .reference import QUERY_TILE
 
-__all__ = ["QUERY_TILE", "choose_sparse_mla", "sparse_mla"]
+__all__ = ["QUERY_TILE", "choose_sparse_mla", "choose_sparse_mla_decode", "sparse_mla", "sparse_mla_decode"]
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -103,10 +105,7 @@ def unpacked_rows(rows: Tensor, row_format: MlaRows) -> Tensor:
     """Packed rows [S, row_bytes] on the GPU -> [S, D]: a view of float rows, BF16 copies of FP8 ones."""
     if row_format.dtype != FP8:
         return rows.view(row_format.dtype)
-    from ..kv_gather.triton import unpack_fp8_rows
-
-    joint: Tensor = unpack_fp8_rows(rows, None, row_format.latent, row_format.rope, 1, torch.bfloat16)
-    return joint
+    return unpack_rows(rows, None, row_format=row_format, page_size=1)
 
 
 def value_dtype(rows: Tensor, row_format: MlaRows | None) -> torch.dtype:
@@ -123,8 +122,6 @@ def rows_obstacle(rows: Tensor, ids: Tensor, row_format: MlaRows | None) -> str 
         return f"rows are {rows.dtype}"
     if row_format is not None and not rows.is_contiguous():
         return f"packed rows are not contiguous, strides {rows.stride()}"
-    if row_format is not None and row_format.dtype == FP8 and row_format.latent % SCALE_BLOCK:
-        return f"FP8 rows of {row_format.latent} columns are not whole scale blocks"
     return None
 
 

@@ -36,7 +36,9 @@ def sparse_mla_gluon(
     query = query_like(query)
     ids = ids if ids.stride(1) == 1 else ids.contiguous()
     head_tiles = -(-heads // HEAD_TILE)
-    sparse_mla_kernel[(tokens * head_tiles,)](
+    jobs = tokens * head_tiles
+    programs = torch.cuda.get_device_properties(query.device).multi_processor_count
+    sparse_mla_kernel[(min(jobs, programs),)](
         query,
         rows,
         ids,
@@ -52,6 +54,7 @@ def sparse_mla_gluon(
         query.stride(1),
         rows.stride(0),
         ids.stride(0),
+        jobs,
         HAS_COUNTS=counts is not None,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
@@ -69,7 +72,7 @@ def sparse_mla_gluon_fake(
 
 
 def compile_specs() -> list[CompileSpec]:
-    integers = "heads head_tiles num_rows columns query_stride_t query_stride_h row_stride ids_stride".split()
+    integers = "heads head_tiles num_rows columns query_stride_t query_stride_h row_stride ids_stride jobs".split()
     constexprs = {
         "HAS_COUNTS": False,
         "CONSUMER_REGISTERS": CONSUMER_REGISTERS,

@@ -1,4 +1,4 @@
-"""Sparse MLA over BF16 rows of 512 + 64 columns on Hopper: one program a query and 64 heads, three warpgroups.
+"""Sparse MLA over BF16 rows of 512 + 64 columns on Hopper: three warpgroups, one program an SM, jobs of 64 heads.
 
 Rows come in pairs of blocks of 64, even and odd. Each of two warpgroups owns half of the output columns, scores one
 block of a pair and, as in a relay, hands the weights and the running maximum on to the other through shared memory,
@@ -6,7 +6,7 @@ where the weights lie over the rotary part of the block, which is dead once the 
 output take a block as soon as it has weights, its buffer is free early, and one warpgroup scores or takes exponentials
 while the other multiplies. (FlashMLA's order instead rescales the even weights by the odd maximum before handing them
 on, which frees the even block last.) The producer fills quarter tiles, block x half of the columns, in the order in
-which they become free.
+which they become free, and goes on to the rows of the next job while the consumers finish one.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -23,98 +23,124 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-HALF = gl.constexpr(256)
-ROPE = gl.constexpr(64)
-BLOCK = gl.constexpr(64)
-HEADS = gl.constexpr(64)
-LOG2E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-3.0e38)  # finite, so that a difference of two maxima of nothing is 0 and not NaN
-
-# Eight lanes a row, 128 bytes: few row indices in registers, whole sectors.
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
-PER_HEAD = gl.constexpr(gl.SliceLayout(1, SCORES.value))
-PER_ROW = gl.constexpr(gl.SliceLayout(1, GATHER.value))
-STAGED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-# Tiles: the quarters in the order in which they are filled, the rotary parts, the query.
-EVEN_LEFT = gl.constexpr(0)
-EVEN_RIGHT = gl.constexpr(1)
-ODD_RIGHT = gl.constexpr(2)
-ODD_LEFT = gl.constexpr(3)
-EVEN_ROPE = gl.constexpr(4)
-ODD_ROPE = gl.constexpr(5)
-Q_LEFT = gl.constexpr(6)
-Q_RIGHT = gl.constexpr(7)
-Q_ROPE = gl.constexpr(8)
-
-# Barriers: a quarter is full (numbered as the tile), a quarter is free again (+ FREE), what the consumers exchange.
-FREE = gl.constexpr(4)
-QUERY_FULL = gl.constexpr(8)
-EVEN_WEIGHTS = gl.constexpr(9)
-ODD_WEIGHTS = gl.constexpr(10)
-EVEN_TOTAL = gl.constexpr(11)
-ODD_TOTAL = gl.constexpr(12)
+from .gluon_relay_parts import (
+    BLOCK,
+    EVEN_LEFT,
+    EVEN_RIGHT,
+    EVEN_ROPE,
+    EVEN_TOTAL,
+    EVEN_WEIGHTS,
+    FREE,
+    GATHER,
+    HALF,
+    HEADS,
+    LOG2E,
+    LOWEST,
+    ODD_LEFT,
+    ODD_RIGHT,
+    ODD_ROPE,
+    ODD_TOTAL,
+    ODD_WEIGHTS,
+    ONE,
+    OUTPUT,
+    PER_HEAD,
+    PER_ROW,
+    Q_LEFT,
+    Q_RIGHT,
+    Q_ROPE,
+    QUERY_FREE,
+    QUERY_FULL,
+    ROPE,
+    SCORES,
+    WEIGHTS,
+    WRITTEN,
+    barrier,
+    shared,
+    tile,
+)
 
 
 @gluon.jit
-def produce(tiles, even_notes, odd_notes, bars, row_part, query_part, pairs):
-    """Fill the query's tile once, then the quarter tiles of each pair as they become free."""
-    rows, row_stride, num_rows, ids, columns = row_part
-    query, query_stride, heads = query_part
+def job(sizes, number):
+    """(query, first head, heads from there, pairs of blocks, columns) of a program's share of the work."""
+    heads, head_tiles, columns, counts = sizes
+    token = (number // head_tiles).to(gl.int64)
+    first = number % head_tiles * HEADS
+    if counts is not None:
+        columns = gl.minimum(columns, gl.load(counts + token).to(gl.int32))
+    pairs = gl.maximum((columns + 2 * BLOCK - 1) // (2 * BLOCK), 1)
+    return token, first, gl.minimum(heads - first, HEADS), pairs, columns
+
+
+@gluon.jit
+def produce(tiles, even_notes, odd_notes, bars, row_part, query_part, sizes, jobs):
+    """Fill the query's tile for each job, and the quarter tiles of each pair as they become free.
+
+    As in FlashMLA there is no proxy fence between these copies and the matrix products that read them: the barrier,
+    on which every copying thread arrives, has been enough on Hopper, and the fence costs 1 %.
+    """
+    rows, row_stride, num_rows, all_ids, ids_stride = row_part
+    query, query_stride_t, query_stride_h = query_part
     wide = gl.arange(0, HALF, gl.SliceLayout(0, GATHER))[None, :]
     narrow = gl.arange(0, ROPE, gl.SliceLayout(0, GATHER))[None, :]
     line = gl.arange(0, BLOCK, PER_ROW)
+    turn = 0
+    nth = 0
+    for number in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        token, first, heads, pairs, columns = job(sizes, number)
+        ids = all_ids + token * ids_stride
+        even_next = gl.load(ids + line, mask=line < columns, other=-1)
+        odd_next = gl.load(ids + BLOCK + line, mask=BLOCK + line < columns, other=-1)
 
-    query_at = (query + line.to(gl.int64) * query_stride)[:, None]
-    real = (line < heads)[:, None]
-    async_copy.async_copy_global_to_shared(tiles[Q_LEFT].index(0), query_at + wide, mask=real)
-    async_copy.async_copy_global_to_shared(tiles[Q_RIGHT].index(0), query_at + HALF + wide, mask=real)
-    async_copy.async_copy_global_to_shared(tiles[Q_ROPE].index(0), query_at + 2 * HALF + narrow, mask=real)
-    async_copy.mbarrier_arrive(bars[QUERY_FULL], increment_count=False)
+        query_at = query + token * query_stride_t + (first + line).to(gl.int64) * query_stride_h
+        query_at = query_at[:, None]
+        real = (line < heads)[:, None]
+        mbarrier.wait(bars[QUERY_FREE], (nth & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(tiles[Q_LEFT].index(0), query_at + wide, mask=real)
+        async_copy.async_copy_global_to_shared(tiles[Q_RIGHT].index(0), query_at + HALF + wide, mask=real)
+        async_copy.async_copy_global_to_shared(tiles[Q_ROPE].index(0), query_at + 2 * HALF + narrow, mask=real)
+        async_copy.mbarrier_arrive(bars[QUERY_FULL], increment_count=False)
+        nth += 1
+        for pair in range(pairs):
+            even_used = (even_next >= 0) & (even_next < num_rows)
+            odd_used = (odd_next >= 0) & (odd_next < num_rows)
+            even_at = (rows + gl.where(even_used, even_next, 0).to(gl.int64) * row_stride)[:, None]
+            odd_at = (rows + gl.where(odd_used, odd_next, 0).to(gl.int64) * row_stride)[:, None]
+            # Ids are read one pair ahead: their latency hides behind the waits below.
+            ahead = (pair + 1) * 2 * BLOCK + line
+            even_next = gl.load(ids + ahead, mask=ahead < columns, other=-1)
+            odd_next = gl.load(ids + BLOCK + ahead, mask=BLOCK + ahead < columns, other=-1)
+            unused = gl.sum(gl.where(even_used, 0, 1) + gl.where(odd_used, 0, 256), 0)  # both counts in one reduction
+            even_mask = even_used[:, None]
+            odd_mask = odd_used[:, None]
+            phase = (turn & 1) ^ 1
 
-    even_next = gl.load(ids + line, mask=line < columns, other=-1)
-    odd_next = gl.load(ids + BLOCK + line, mask=BLOCK + line < columns, other=-1)
-    for pair in range(pairs):
-        even_used = (even_next >= 0) & (even_next < num_rows)
-        odd_used = (odd_next >= 0) & (odd_next < num_rows)
-        even_at = (rows + gl.where(even_used, even_next, 0).to(gl.int64) * row_stride)[:, None]
-        odd_at = (rows + gl.where(odd_used, odd_next, 0).to(gl.int64) * row_stride)[:, None]
-        # Ids are read one pair ahead: their latency hides behind the waits below.
-        ahead = (pair + 1) * 2 * BLOCK + line
-        even_next = gl.load(ids + ahead, mask=ahead < columns, other=-1)
-        odd_next = gl.load(ids + BLOCK + ahead, mask=BLOCK + ahead < columns, other=-1)
-        unused = gl.sum(gl.where(even_used, 0, 1) + gl.where(odd_used, 0, 256), 0)  # both counts in one reduction
-        even_mask = even_used[:, None]
-        odd_mask = odd_used[:, None]
-        phase = (pair & 1) ^ 1
+            mbarrier.wait(bars[FREE + EVEN_LEFT], phase)
+            async_copy.async_copy_global_to_shared(tiles[EVEN_LEFT].index(0), even_at + wide, mask=even_mask)
+            async_copy.mbarrier_arrive(bars[EVEN_LEFT], increment_count=False)
 
-        mbarrier.wait(bars[FREE + EVEN_LEFT], phase)
-        async_copy.async_copy_global_to_shared(tiles[EVEN_LEFT].index(0), even_at + wide, mask=even_mask)
-        async_copy.mbarrier_arrive(bars[EVEN_LEFT], increment_count=False)
+            mbarrier.wait(bars[FREE + EVEN_RIGHT], phase)
+            async_copy.async_copy_global_to_shared(tiles[EVEN_RIGHT].index(0), even_at + HALF + wide, mask=even_mask)
+            async_copy.async_copy_global_to_shared(
+                tiles[EVEN_ROPE].index(0), even_at + 2 * HALF + narrow, mask=even_mask
+            )
+            async_copy.mbarrier_arrive(bars[EVEN_RIGHT], increment_count=False)
+            even_notes[0].store(gl.where(even_used, 0.0, -float("inf")))
+            even_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused % 256)
+            mbarrier.arrive(bars[EVEN_RIGHT])
 
-        mbarrier.wait(bars[FREE + EVEN_RIGHT], phase)
-        async_copy.async_copy_global_to_shared(tiles[EVEN_RIGHT].index(0), even_at + HALF + wide, mask=even_mask)
-        async_copy.async_copy_global_to_shared(tiles[EVEN_ROPE].index(0), even_at + 2 * HALF + narrow, mask=even_mask)
-        async_copy.mbarrier_arrive(bars[EVEN_RIGHT], increment_count=False)
-        even_notes[0].store(gl.where(even_used, 0.0, -float("inf")))
-        even_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused % 256)
-        mbarrier.arrive(bars[EVEN_RIGHT])
+            mbarrier.wait(bars[FREE + ODD_RIGHT], phase)
+            async_copy.async_copy_global_to_shared(tiles[ODD_RIGHT].index(0), odd_at + HALF + wide, mask=odd_mask)
+            async_copy.mbarrier_arrive(bars[ODD_RIGHT], increment_count=False)
 
-        mbarrier.wait(bars[FREE + ODD_RIGHT], phase)
-        async_copy.async_copy_global_to_shared(tiles[ODD_RIGHT].index(0), odd_at + HALF + wide, mask=odd_mask)
-        async_copy.mbarrier_arrive(bars[ODD_RIGHT], increment_count=False)
-
-        mbarrier.wait(bars[FREE + ODD_LEFT], phase)
-        async_copy.async_copy_global_to_shared(tiles[ODD_LEFT].index(0), odd_at + wide, mask=odd_mask)
-        async_copy.async_copy_global_to_shared(tiles[ODD_ROPE].index(0), odd_at + 2 * HALF + narrow, mask=odd_mask)
-        async_copy.mbarrier_arrive(bars[ODD_LEFT], increment_count=False)
-        odd_notes[0].store(gl.where(odd_used, 0.0, -float("inf")))
-        odd_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused // 256)
-        mbarrier.arrive(bars[ODD_LEFT])
+            mbarrier.wait(bars[FREE + ODD_LEFT], phase)
+            async_copy.async_copy_global_to_shared(tiles[ODD_LEFT].index(0), odd_at + wide, mask=odd_mask)
+            async_copy.async_copy_global_to_shared(tiles[ODD_ROPE].index(0), odd_at + 2 * HALF + narrow, mask=odd_mask)
+            async_copy.mbarrier_arrive(bars[ODD_LEFT], increment_count=False)
+            odd_notes[0].store(gl.where(odd_used, 0.0, -float("inf")))
+            odd_notes[1].store(gl.full([1], 0, gl.int32, ONE) + unused // 256)
+            mbarrier.arrive(bars[ODD_LEFT])
+            turn += 1
 
 
 @gluon.jit
@@ -138,12 +164,12 @@ def times(acc, factor):
 
 
 @gluon.jit
-def even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
+def even_pair(tiles, notes, tops, bars, state, scale2, turn, LAST: gl.constexpr):
     """The even warpgroup's part of a pair: scores of its block in, scores of the next pair's block out."""
     scores, acc, running, weight = state
-    phase = pair & 1
+    phase = turn & 1
     # A constant descriptor would be hoisted out of the loop, and spilled with the others.
-    zero = pair >> 30
+    zero = turn >> 30
     scores = without_unused(scores, notes)
     even_top = gl.maximum(running, gl.max(scores, 1))
     tops[0].store(even_top)
@@ -167,6 +193,7 @@ def even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr)
     acc = warpgroup_mma(tiles[ODD_ROPE].index(zero), tiles[ODD_LEFT].index(zero), acc, is_async=True)
     if LAST:
         acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(bars[FREE + ODD_LEFT])
     else:
         mbarrier.wait(bars[EVEN_LEFT], phase ^ 1)
         scores = score_half(tiles[Q_LEFT], tiles[EVEN_LEFT], gl.zeros_like(scores), zero, FIRST=True)
@@ -180,11 +207,11 @@ def even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr)
 
 
 @gluon.jit
-def odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
+def odd_pair(tiles, notes, tops, bars, state, scale2, turn, LAST: gl.constexpr):
     """The odd warpgroup's part of a pair."""
     scores, acc, running, weight = state
-    phase = pair & 1
-    zero = pair >> 30
+    phase = turn & 1
+    zero = turn >> 30
     scores = without_unused(scores, notes)
     own_top = gl.max(scores, 1)
     mbarrier.wait(bars[EVEN_WEIGHTS], phase)
@@ -206,8 +233,8 @@ def odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
     acc = times(acc, late)
     acc = warpgroup_mma(gl.convert_layout(handed, WEIGHTS), tiles[ODD_RIGHT].index(zero), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(bars[FREE + ODD_RIGHT])
     if not LAST:
-        mbarrier.arrive(bars[FREE + ODD_RIGHT])
         mbarrier.wait(bars[ODD_RIGHT], phase ^ 1)
         scores = score_half(tiles[Q_RIGHT], tiles[ODD_RIGHT], gl.zeros_like(scores), zero, FIRST=True)
         mbarrier.wait(bars[ODD_LEFT], phase ^ 1)
@@ -218,103 +245,109 @@ def odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST: gl.constexpr):
 
 
 @gluon.jit
-def write_half(acc, weight, stage, out, heads, COLUMN: gl.constexpr):
-    """Normalise half of the output and write it; out points at the first of this program's heads."""
-    acc = times(acc, 1.0 / gl.where(weight == 0.0, 1.0, weight))
-    if out.dtype.element_ty == gl.float32:
-        head = gl.arange(0, HEADS, gl.SliceLayout(1, OUTPUT))[:, None]
-        column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, OUTPUT))[None, :]
-        gl.store(out + head * (2 * HALF) + column, acc, mask=head < heads)
-    else:
-        # Through the query's tile, which nobody reads any more, so that a thread writes 16 bytes.
-        stage.store(acc.to(out.dtype.element_ty))
-        gl.thread_barrier()
-        head = gl.arange(0, HEADS, gl.SliceLayout(1, STAGED))[:, None]
-        column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, STAGED))[None, :]
-        gl.store(out + head * (2 * HALF) + column, stage.load(STAGED), mask=head < heads)
+def write_half(acc, weight, out, heads, COLUMN: gl.constexpr):
+    """Normalise half of the output and write it; out points at the first of this job's heads."""
+    acc = times(acc, 1.0 / gl.where(weight == 0.0, 1.0, weight)).to(out.dtype.element_ty)
+    layout: gl.constexpr = OUTPUT if out.dtype.element_ty == gl.float32 else WRITTEN
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, layout))[:, None]
+    column = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, layout))[None, :]
+    gl.store(out + head * (2 * HALF) + column, gl.convert_layout(acc, layout), mask=head < heads)
 
 
 @gluon.jit
-def even_half(tiles, notes, tops, totals, bars, result, scale, pairs):
-    """Even blocks, output columns 0-255, and the log-sum-exp."""
-    out, lse, heads = result
-    scale2 = scale * LOG2E
-    zero = pairs >> 30
-    mbarrier.wait(bars[QUERY_FULL], 0)
-    mbarrier.wait(bars[EVEN_LEFT], 0)
+def score_even(tiles, bars, phase, query_phase, zero, wanted):
+    """Issue the scores of a job's first even block. Where no job follows they are of stale tiles, and nobody looks."""
+    mbarrier.wait(bars[QUERY_FULL], query_phase, pred=wanted)
+    mbarrier.wait(bars[EVEN_LEFT], phase, pred=wanted)
     scores = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
     scores = score_half(tiles[Q_LEFT], tiles[EVEN_LEFT], scores, zero, FIRST=True)
-    mbarrier.wait(bars[EVEN_RIGHT], 0)
+    mbarrier.wait(bars[EVEN_RIGHT], phase, pred=wanted)
     scores = score_half(tiles[Q_RIGHT], tiles[EVEN_RIGHT], scores, zero, FIRST=False)
-    scores = score_half(tiles[Q_ROPE], tiles[EVEN_ROPE], scores, zero, FIRST=False)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    running = gl.full([HEADS], LOWEST, gl.float32, PER_HEAD)
-    weight = gl.zeros([HEADS], gl.float32, PER_HEAD)
-    acc = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
-    for pair in range(pairs - 1):
-        state = (scores, acc, running, weight)
-        scores, acc, running, weight = even_pair(tiles, notes, tops, bars, state, scale2, pair, LAST=False)
-    state = (scores, acc, running, weight)
-    scores, acc, running, weight = even_pair(tiles, notes, tops, bars, state, scale2, pairs - 1, LAST=True)
-    totals[0].store(weight)
-    mbarrier.arrive(bars[EVEN_TOTAL])
-    mbarrier.wait(bars[ODD_TOTAL], 0)
-    weight += totals[1].load(PER_HEAD)
-    head = gl.arange(0, HEADS, PER_HEAD)
-    natural = gl.where(weight == 0.0, -float("inf"), running * scale + gl.log(weight))
-    gl.store(lse + head, natural, mask=head < heads)
-    write_half(acc, weight, tiles[Q_LEFT].index(0), out, heads, COLUMN=0)
+    return score_half(tiles[Q_ROPE], tiles[EVEN_ROPE], scores, zero, FIRST=False)
 
 
 @gluon.jit
-def odd_half(tiles, notes, tops, totals, bars, result, scale, pairs):
-    """Odd blocks and output columns 256-511."""
-    scale2 = scale * LOG2E
-    zero = pairs >> 30
-    mbarrier.wait(bars[QUERY_FULL], 0)
-    mbarrier.wait(bars[ODD_RIGHT], 0)
+def score_odd(tiles, bars, phase, query_phase, zero, wanted):
+    mbarrier.wait(bars[QUERY_FULL], query_phase, pred=wanted)
+    mbarrier.wait(bars[ODD_RIGHT], phase, pred=wanted)
     scores = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
     scores = score_half(tiles[Q_RIGHT], tiles[ODD_RIGHT], scores, zero, FIRST=True)
-    mbarrier.wait(bars[ODD_LEFT], 0)
+    mbarrier.wait(bars[ODD_LEFT], phase, pred=wanted)
     scores = score_half(tiles[Q_LEFT], tiles[ODD_LEFT], scores, zero, FIRST=False)
-    scores = score_half(tiles[Q_ROPE], tiles[ODD_ROPE], scores, zero, FIRST=False)
+    return score_half(tiles[Q_ROPE], tiles[ODD_ROPE], scores, zero, FIRST=False)
+
+
+@gluon.jit
+def even_half(tiles, notes, tops, totals, bars, result, sizes, scale, jobs):
+    """Even blocks, output columns 0-255, and the log-sum-exp."""
+    out, lse = result
+    scale2 = scale * LOG2E
+    turn = 0
+    nth = 0
+    scores = score_even(tiles, bars, 0, 0, jobs >> 30, True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    running = gl.full([HEADS], LOWEST, gl.float32, PER_HEAD)
-    weight = gl.zeros([HEADS], gl.float32, PER_HEAD)
-    acc = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
-    for pair in range(pairs - 1):
+    for number in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        token, first, heads, pairs, _columns = job(sizes, number)
+        running = gl.full([HEADS], LOWEST, gl.float32, PER_HEAD)
+        weight = gl.zeros([HEADS], gl.float32, PER_HEAD)
+        acc = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
+        for _ in range(pairs - 1):
+            state = (scores, acc, running, weight)
+            scores, acc, running, weight = even_pair(tiles, notes, tops, bars, state, scale2, turn, LAST=False)
+            turn += 1
+        mbarrier.arrive(bars[QUERY_FREE])
         state = (scores, acc, running, weight)
-        scores, acc, running, weight = odd_pair(tiles, notes, tops, bars, state, scale2, pair, LAST=False)
-    state = (scores, acc, running, weight)
-    scores, acc, running, weight = odd_pair(tiles, notes, tops, bars, state, scale2, pairs - 1, LAST=True)
-    totals[1].store(weight)
-    mbarrier.arrive(bars[ODD_TOTAL])
-    mbarrier.wait(bars[EVEN_TOTAL], 0)
-    weight = totals[0].load(PER_HEAD) + weight
-    write_half(acc, weight, tiles[Q_RIGHT].index(0), result[0], result[2], COLUMN=HALF)
+        scores, acc, running, weight = even_pair(tiles, notes, tops, bars, state, scale2, turn, LAST=True)
+        turn += 1
+        totals[0].store(weight)
+        mbarrier.arrive(bars[EVEN_TOTAL])
+        mbarrier.wait(bars[ODD_TOTAL], nth & 1)
+        weight += totals[1].load(PER_HEAD)
+        nth += 1
+        # The next job's first scores run behind the writing of this one's output.
+        ahead = score_even(tiles, bars, turn & 1, nth & 1, turn >> 30, number + gl.num_programs(0) < jobs)
+        here = token * sizes[0] + first
+        head = gl.arange(0, HEADS, PER_HEAD)
+        natural = gl.where(weight == 0.0, -float("inf"), running * scale + gl.log(weight))
+        gl.store(lse + here + head, natural, mask=head < heads)
+        write_half(acc, weight, out + here * (2 * HALF), heads, COLUMN=0)
+        scores = warpgroup_mma_wait(0, deps=[ahead])
 
 
 @gluon.jit
-def shared(dtype: gl.constexpr, size: gl.constexpr):
-    return gl.allocate_shared_memory(dtype, [size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def tile(lines: gl.constexpr, width: gl.constexpr):
-    """The leading 1 lets a tile be indexed with a run-time 0."""
-    return gl.allocate_shared_memory(gl.bfloat16, [1, lines, width], gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def barrier(count: gl.constexpr):
-    """One allocation each: barriers in one allocation would be taken for aliases and fenced from each other."""
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=count)
-    return bar
+def odd_half(tiles, notes, tops, totals, bars, result, sizes, scale, jobs):
+    """Odd blocks and output columns 256-511."""
+    out = result[0]
+    scale2 = scale * LOG2E
+    turn = 0
+    nth = 0
+    scores = score_odd(tiles, bars, 0, 0, jobs >> 30, True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    for number in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        token, first, heads, pairs, _columns = job(sizes, number)
+        running = gl.full([HEADS], LOWEST, gl.float32, PER_HEAD)
+        weight = gl.zeros([HEADS], gl.float32, PER_HEAD)
+        acc = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
+        for _ in range(pairs - 1):
+            state = (scores, acc, running, weight)
+            scores, acc, running, weight = odd_pair(tiles, notes, tops, bars, state, scale2, turn, LAST=False)
+            turn += 1
+        mbarrier.arrive(bars[QUERY_FREE])
+        state = (scores, acc, running, weight)
+        scores, acc, running, weight = odd_pair(tiles, notes, tops, bars, state, scale2, turn, LAST=True)
+        turn += 1
+        totals[1].store(weight)
+        mbarrier.arrive(bars[ODD_TOTAL])
+        mbarrier.wait(bars[EVEN_TOTAL], nth & 1)
+        weight = totals[0].load(PER_HEAD) + weight
+        nth += 1
+        ahead = score_odd(tiles, bars, turn & 1, nth & 1, turn >> 30, number + gl.num_programs(0) < jobs)
+        write_half(acc, weight, out + (token * sizes[0] + first) * (2 * HALF), heads, COLUMN=HALF)
+        scores = warpgroup_mma_wait(0, deps=[ahead])
 
 
 # Sizes that change from call to call are not worth a compilation each.
-@gluon.jit(do_not_specialize=["heads", "head_tiles", "num_rows", "columns", "ids_stride"])
+@gluon.jit(do_not_specialize=["heads", "head_tiles", "num_rows", "columns", "ids_stride", "jobs"])
 def sparse_mla_kernel(
     query,
     rows,
@@ -331,19 +364,15 @@ def sparse_mla_kernel(
     query_stride_h,
     row_stride,
     ids_stride,
+    jobs,
     HAS_COUNTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    token = (gl.program_id(0) // head_tiles).to(gl.int64)
-    first = gl.program_id(0) % head_tiles * HEADS
-    here = token * heads + first
-    result = (out + here * (2 * HALF), lse + here, gl.minimum(heads - first, HEADS))
-    query_part = (query + token * query_stride_t + first.to(gl.int64) * query_stride_h, query_stride_h, result[2])
-    if HAS_COUNTS:
-        columns = gl.minimum(columns, gl.load(counts + token).to(gl.int32))
-    row_part = (rows, row_stride, num_rows, ids + token * ids_stride, columns)
-    pairs = gl.maximum((columns + 2 * BLOCK - 1) // (2 * BLOCK), 1)
+    sizes = (heads, head_tiles, columns, counts if HAS_COUNTS else None)
+    result = (out, lse)
+    query_part = (query, query_stride_t, query_stride_h)
+    row_part = (rows, row_stride, num_rows, ids, ids_stride)
 
     quarters = (tile(BLOCK, HALF), tile(BLOCK, HALF), tile(BLOCK, HALF), tile(BLOCK, HALF))
     query_tiles = (tile(HEADS, HALF), tile(HEADS, HALF), tile(HEADS, ROPE))
@@ -356,12 +385,12 @@ def sparse_mla_kernel(
     full = (barrier(128), barrier(129), barrier(128), barrier(129))
     free = (barrier(1), barrier(1), barrier(1), barrier(1))
     exchange = (barrier(1), barrier(1), barrier(1), barrier(1))
-    bars = full + free + (barrier(128),) + exchange
+    bars = full + free + (barrier(128), barrier(2)) + exchange
     gl.warp_specialize(
         [
-            (even_half, (tiles, even_notes, tops, totals, bars, result, scale, pairs)),
-            (odd_half, (tiles, odd_notes, tops, totals, bars, result, scale, pairs)),
-            (produce, (tiles, even_notes, odd_notes, bars, row_part, query_part, pairs)),
+            (even_half, (tiles, even_notes, tops, totals, bars, result, sizes, scale, jobs)),
+            (odd_half, (tiles, odd_notes, tops, totals, bars, result, sizes, scale, jobs)),
+            (produce, (tiles, even_notes, odd_notes, bars, row_part, query_part, sizes, jobs)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
