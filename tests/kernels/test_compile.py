@@ -23,9 +23,10 @@ def specs() -> list[CompileSpec]:
     for package in pkgutil.iter_modules(cptools.kernels.__path__, "cptools.kernels."):
         if not package.ispkg:
             continue
-        for name in ("triton", "gluon"):
-            if (Path(package.module_finder.path) / package.name.rsplit(".", 1)[1] / f"{name}.py").exists():
-                found += importlib.import_module(f"{package.name}.{name}").compile_specs()
+        folder = Path(package.module_finder.path) / package.name.rsplit(".", 1)[1]
+        for file in sorted([*folder.glob("*triton.py"), *folder.glob("*gluon.py")]):
+            if "def compile_specs(" in file.read_text():
+                found += importlib.import_module(f"{package.name}.{file.stem}").compile_specs()
     return found
 
 
