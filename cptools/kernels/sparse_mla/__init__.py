@@ -94,7 +94,11 @@ def choose_sparse_mla(
     row_format: MlaRows | None = None,
     impl: str = "auto",
 ) -> Choice:
-    """Which implementation `sparse_mla` runs for these inputs, and why nothing faster does. Local."""
+    """Which implementation `sparse_mla` runs for these inputs, and why nothing faster does. Local.
+
+    It does not depend on the number of queries, so a query's bits do not either: few queries that want to be split
+    over the chip call `sparse_mla_decode`, by the phase of their request.
+    """
     device = triton_obstacle(query.device)
     obstacles = {"gluon": device or relay_obstacle(query, rows, ids, scale, v_dim, row_format)}
     obstacles["triton"] = device or triton_shape_obstacle(query, rows, ids, v_dim, row_format)
