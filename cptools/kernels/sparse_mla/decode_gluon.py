@@ -26,7 +26,7 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 @gluon.jit(do_not_specialize=("heads", "columns", "columns_per_part", "num_slots"))
 def attend_pairs(
     query, words, halves, slots, counts, out, lse, heads, columns, columns_per_part, num_slots, scale,
-    HAS_COUNTS: gl.constexpr, WHOLE: gl.constexpr, FENCE: gl.constexpr, HINT: gl.constexpr,
+    HAS_COUNTS: gl.constexpr, WHOLE: gl.constexpr,
     ODD_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [parts, T, H, 512] of columns [part * columns_per_part, ...) of each query, and with WHOLE (one part)
@@ -73,18 +73,19 @@ def attend_pairs(
     gl.warp_specialize(
         [
             (attend_even, (query, out, lse, totals_at, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1,
-                           used, tops, sums, full, free, step, FENCE, WHOLE)),
+                           used, tops, sums, full, free, step, WHOLE)),
             (attend_odd, (query, out, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1, used, tops,
-                          sums, full, free, step, FENCE)),
-            (produce, (words, halves, slots, start, stop, num_slots, num_pairs, k, k_rope, used, full, free,
-                       FENCE, HINT)),
+                          sums, full, free, step)),
+            (produce, (words, halves, slots, start, stop, num_slots, num_pairs, k, k_rope, used, full, free)),
         ],
         worker_num_warps=[4, 4],
         worker_num_regs=[ODD_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-TUNING = {"FENCE": False, "HINT": True, "ODD_REGISTERS": 200, "PRODUCER_REGISTERS": 104}
+REGISTERS = {"ODD_REGISTERS": 200, "PRODUCER_REGISTERS": 104}
+"""Of 504, the even warpgroup gets the remaining 200. A producer that spills costs a third of the speed: a spilled
+load is waited for at once."""
 
 
 @torch.library.custom_op("cptools::sparse_mla_decode_gluon", mutates_args=())
@@ -124,7 +125,7 @@ def sparse_mla_decode_gluon(
             scale,
             HAS_COUNTS=counts is not None,
             WHOLE=parts == 1,
-            **TUNING,
+            **REGISTERS,
             num_warps=4,
         )
         if parts > 1:
@@ -168,9 +169,9 @@ def compile_specs() -> list[CompileSpec]:
                 "columns_per_part": "i32",
                 "num_slots": "i32",
                 "scale": "fp32",
-                **dict.fromkeys(("HAS_COUNTS", "WHOLE", *TUNING), "constexpr"),
+                **dict.fromkeys(("HAS_COUNTS", "WHOLE", *REGISTERS), "constexpr"),
             },
-            constexprs={"HAS_COUNTS": True, "WHOLE": False, **TUNING},
+            constexprs={"HAS_COUNTS": True, "WHOLE": False, **REGISTERS},
             gluon=True,
             # What the even warpgroup needs after its loop (addresses, sizes) waits on the stack; the producer has none.
             max_spill_bytes=128,

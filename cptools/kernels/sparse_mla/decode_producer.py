@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 TILE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 # Four lanes a row: no bank conflicts between the rows of a store, and two rows a thread to address.
@@ -74,26 +74,17 @@ def load_hinted(words, row, valid):
 
 
 @gluon.jit
-def load_half(words, rows, half: gl.constexpr, HINT: gl.constexpr):
+def load_half(words, rows, half: gl.constexpr):
     """Half ``half`` of a block, four pieces of 64 rows x 64 columns, four bytes an int32 (bytes would take a register
     each), and the scales of its two quarters.
     """
     first: gl.constexpr = (half + 1) // 2 % 2 * 64
     valid = rows >= 0
     row = gl.where(valid, rows, 0).to(gl.int64) * 164
-    lane = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, BYTES)), 0)
-    live = gl.expand_dims(valid, 1)
-    if HINT:
-        r0 = load_hinted(words + first, row, valid)
-        r1 = load_hinted(words + (first + 16), row, valid)
-        r2 = load_hinted(words + (first + 32), row, valid)
-        r3 = load_hinted(words + (first + 48), row, valid)
-    else:
-        at = words + gl.expand_dims(row, 1) + (first + lane)
-        r0 = gl.load(at, mask=live, other=0)
-        r1 = gl.load(at + 16, mask=live, other=0)
-        r2 = gl.load(at + 32, mask=live, other=0)
-        r3 = gl.load(at + 48, mask=live, other=0)
+    r0 = load_hinted(words + first, row, valid)
+    r1 = load_hinted(words + (first + 16), row, valid)
+    r2 = load_hinted(words + (first + 32), row, valid)
+    r3 = load_hinted(words + (first + 48), row, valid)
     s0 = gl.load(words + row + (128 + first // 32), mask=valid, other=0)
     s1 = gl.load(words + row + (129 + first // 32), mask=valid, other=0)
     return (r0, r1, r2, r3), (s0, s1)
@@ -144,14 +135,13 @@ def put_rope(tile, halves, rows, full):
 
 @gluon.jit
 def produce(
-    words, halves, slots, start, stop, num_slots, num_pairs, k, k_rope, used, full, free,
-    FENCE: gl.constexpr, HINT: gl.constexpr,
+    words, halves, slots, start, stop, num_slots, num_pairs, k, k_rope, used, full, free
 ):  # fmt: skip
     """Fill the halves of the tiles, loading a half ahead."""
     tiles = k._reinterpret(gl.int32, [4, 64, 128], TILE_WORDS)
     rows0 = load_rows(slots, start, stop, num_slots)
     rows1 = load_rows(slots, start + 64, stop, num_slots)
-    raws, scales = load_half(words, rows0, 0, HINT)
+    raws, scales = load_half(words, rows0, 0)
     for i in range(num_pairs):
         slot0 = rows0
         slot1 = rows1
@@ -172,22 +162,20 @@ def produce(
                         put_rope(k_rope.index(0), halves, rows0, full.index(ROPE_0))
                 tiles.index(half).slice(32 * piece, 32, 1).store(pairs)
                 if piece == 0:
-                    # No load crosses a barrier. All of them count on one scoreboard of the warp, so those that would
-                    # be issued before the last ones have arrived, and been used above, would be waited for with them.
+                    # The next loads, only now that the last ones were used: all loads of a warp count on one
+                    # scoreboard, so those issued before would be waited for with the last ones.
                     gl.thread_barrier()
                     if half == 0:
-                        new_raws, new_scales = load_half(words, rows1, 1, HINT)
+                        new_raws, new_scales = load_half(words, rows1, 1)
                     if half == 1:
-                        new_raws, new_scales = load_half(words, rows0, 2, HINT)
+                        new_raws, new_scales = load_half(words, rows0, 2)
                     if half == 2:
                         slot0 = load_slots(slots, start + (i + 1) * 128, stop)
                         slot1 = load_slots(slots, start + (i + 1) * 128 + 64, stop)
-                        new_raws, new_scales = load_half(words, rows1, 3, HINT)
+                        new_raws, new_scales = load_half(words, rows1, 3)
                     if half == 3:
-                        new_raws, new_scales = load_half(words, new_rows0, 0, HINT)
+                        new_raws, new_scales = load_half(words, new_rows0, 0)
                 if piece % 2 == 1:
-                    if FENCE:
-                        fence_async_shared()
                     mbarrier.arrive(full.index(2 * half + piece // 2), count=1)
             raws = new_raws
             scales = new_scales

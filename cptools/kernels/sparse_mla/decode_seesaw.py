@@ -46,10 +46,9 @@ def copy_query(tile, query, heads_left, first: gl.constexpr, WIDTH: gl.constexpr
 
 
 @gluon.jit
-def score_quarter(s, q, k, full, phase, index, quarter: gl.constexpr, FENCE: gl.constexpr, FIRST: gl.constexpr):
+def score_quarter(s, q, k, full, phase, index, quarter: gl.constexpr, FIRST: gl.constexpr):
     mbarrier.wait(full, phase)
-    if not FENCE:
-        fence_async_shared()
+    fence_async_shared()  # here, where no load is outstanding: in the producer it would wait for those loads
     a = q.index(index + quarter // 2).slice(128 * (quarter % 2), 128, 1)
     return warpgroup_mma(a, k.slice(128 * (quarter % 2), 128, 1).permute((1, 0)), s, use_acc=not FIRST, is_async=True)
 
@@ -73,7 +72,7 @@ def rescale(o, keep):
 @gluon.jit
 def attend_even(
     query, out, lse, totals_at, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1, used, tops, sums, full,
-    free, step, FENCE: gl.constexpr, WHOLE: gl.constexpr,
+    free, step, WHOLE: gl.constexpr,
 ):  # fmt: skip
     copy_query(q.index(0), query, heads_left, 0, 256)
     copy_query(q_rope.index(0), query, heads_left, 512, 64)
@@ -90,10 +89,10 @@ def attend_even(
         z = i >> 30  # 0, but not to the compiler, which would keep every wgmma descriptor in registers
         left = k.index(z + LEFT_0)
         right = k.index(z + RIGHT_0)
-        s = score_quarter(s0, q, left, full.index(2 * LEFT_0), phase, z, 0, FENCE, True)
-        s = score_quarter(s, q, left, full.index(2 * LEFT_0 + 1), phase, z, 1, FENCE, False)
-        s = score_quarter(s, q, right, full.index(2 * RIGHT_0), phase, z, 2, FENCE, False)
-        s = score_quarter(s, q, right, full.index(2 * RIGHT_0 + 1), phase, z, 3, FENCE, False)
+        s = score_quarter(s0, q, left, full.index(2 * LEFT_0), phase, z, 0, True)
+        s = score_quarter(s, q, left, full.index(2 * LEFT_0 + 1), phase, z, 1, False)
+        s = score_quarter(s, q, right, full.index(2 * RIGHT_0), phase, z, 2, False)
+        s = score_quarter(s, q, right, full.index(2 * RIGHT_0 + 1), phase, z, 3, False)
         mbarrier.wait(full.index(ROPE_0), phase)
         fence_async_shared()
         s = warpgroup_mma(q_rope.index(z), k_rope.index(z).permute((1, 0)), s, is_async=True)
@@ -142,8 +141,7 @@ def attend_even(
 
 @gluon.jit
 def attend_odd(
-    query, out, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1, used, tops, sums, full, free, step,
-    FENCE: gl.constexpr,
+    query, out, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1, used, tops, sums, full, free, step
 ):  # fmt: skip
     copy_query(q.index(1), query, heads_left, 256, 256)
     async_copy.mbarrier_arrive(step.index(QUERY), increment_count=False)
@@ -159,10 +157,10 @@ def attend_odd(
         z = i >> 30
         left = k.index(z + LEFT_1)
         right = k.index(z + RIGHT_1)
-        s = score_quarter(s0, q, right, full.index(2 * RIGHT_1), phase, z, 2, FENCE, True)
-        s = score_quarter(s, q, right, full.index(2 * RIGHT_1 + 1), phase, z, 3, FENCE, False)
-        s = score_quarter(s, q, left, full.index(2 * LEFT_1), phase, z, 0, FENCE, False)
-        s = score_quarter(s, q, left, full.index(2 * LEFT_1 + 1), phase, z, 1, FENCE, False)
+        s = score_quarter(s0, q, right, full.index(2 * RIGHT_1), phase, z, 2, True)
+        s = score_quarter(s, q, right, full.index(2 * RIGHT_1 + 1), phase, z, 3, False)
+        s = score_quarter(s, q, left, full.index(2 * LEFT_1), phase, z, 0, False)
+        s = score_quarter(s, q, left, full.index(2 * LEFT_1 + 1), phase, z, 1, False)
         mbarrier.wait(full.index(ROPE_1), phase)
         fence_async_shared()
         s = warpgroup_mma(q_rope.index(z), k_rope.index(z + 1).permute((1, 0)), s, is_async=True)
