@@ -10,7 +10,7 @@ from torch import Tensor
 from ...formats import FP8
 from .. import impl as implementations
 from . import fp8_reference, reference
-from .chunks import topk_of_chunks, topk_of_lists
+from .chunks import topk_of_chunks
 from .keys import IndexKeys
 from .reference import KEY_TILE, QUERY_TILE
 
@@ -33,9 +33,8 @@ _GLUON_HEADS = (32, 64)
 _GLUON_DIM = 128
 _GLUON_TILE = 64
 _TRITON_DIM = 256
-_MANY_ROWS = 256  # from here on lists of candidates are faster than whole rows of scores
-_LIST_COLUMNS = 16384  # keys that the lists take without a threshold
-_LIST_MAX_K = 3584
+_FEW_ROWS = 256
+_LIST_MAX_K = 2048
 
 
 def choose_indexer_scores(query: Tensor, keys: Tensor | IndexKeys, *, impl: str = "auto") -> implementations.Choice:
@@ -186,35 +185,42 @@ def indexer_topk_fp8(
     if chosen == "reference":
         return fp8_reference.indexer_topk_fp8(query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, k=k)
     query, weights = query.contiguous(), _weights(weights)
-    queries = query.shape[0] // keys.block_tables.shape[0] if keys.block_tables is not None else 1
+    lens = _within(keys.capacity, key_starts, kv_lens)
+    columns = keys.capacity if columns is None else min(columns, keys.capacity)
+    in_order = sorted_by == "score"
+    if _takes_lists(chosen, query, keys, k, columns, workspace_bytes):
+        from .lists_gluon import topk
+
+        selected: tuple[Tensor, Tensor] = topk(
+            query, weights, keys.values, keys.scales, key_starts, lens, columns, k, workspace_bytes, in_order
+        )
+        return selected
+    requests = 1 if keys.block_tables is None else keys.block_tables.shape[0]
+    queries = 1 if keys.block_tables is None else query.shape[0] // max(requests, 1)
 
     def score(out: Tensor, part: slice, first: int) -> None:
         some = keys
-        if keys.block_tables is not None and part.stop - part.start < query.shape[0]:
-            tables = keys.block_tables.repeat_interleave(queries, 0)[part]
+        if keys.block_tables is not None:
+            tables = keys.block_tables[part.start // queries : part.stop // queries]
             some = IndexKeys(keys.values, keys.scales, tables)
         starts = None if key_starts is None else key_starts[part]
-        _score_fp8(chosen, out, query[part], weights[part], some, starts, kv_lens[part], first)
+        _score_fp8(chosen, out, query[part], weights[part], some, starts, lens[part], first)
 
-    lens = _within(keys.capacity, key_starts, kv_lens)
-    columns = keys.capacity if columns is None else min(columns, keys.capacity)
-    rows = query.shape[0]
-    if chosen == "gluon" and not keys.page_size and rows >= _MANY_ROWS and k <= _LIST_MAX_K and columns > _LIST_COLUMNS:
-        from .gluon import collect
+    return topk_of_chunks(
+        score,
+        lens,
+        columns=columns,
+        k=k,
+        workspace_bytes=workspace_bytes,
+        together=max(queries, 1),
+        in_order=in_order,
+    )
 
-        def collect_part(
-            lists: Tensor, counts: Tensor, thresholds: Tensor, part: slice, first: int, columns: int
-        ) -> None:
-            starts = None if key_starts is None else key_starts[part]
-            state = lists, counts, thresholds
-            problem = query[part], weights[part], keys.values, keys.scales, starts, kv_lens[part]
-            collect(*state, *problem, first, columns)
 
-        in_order = sorted_by == "score"
-        return topk_of_lists(
-            collect_part, lens, columns=columns, k=k, workspace_bytes=workspace_bytes, in_order=in_order
-        )
-    return topk_of_chunks(score, lens, columns=columns, k=k, workspace_bytes=workspace_bytes)
+def _takes_lists(chosen: str, query: Tensor, keys: IndexKeys, k: int, columns: int, workspace_bytes: int) -> bool:
+    """Whether lists of candidates are faster than whole rows: where so few of these fit that selecting is slow."""
+    few = workspace_bytes // (4 * max(columns, 1)) < min(query.shape[0], _FEW_ROWS)
+    return chosen == "gluon" and not keys.page_size and few and query.shape[0] >= _FEW_ROWS and k <= _LIST_MAX_K
 
 
 def _score_fp8(

@@ -1,8 +1,7 @@
 """Top-k without the [queries x keys] matrix, exact, in a bounded workspace.
 
-Few rows: the scores of as many rows as the workspace holds, and the selection of `topk_select`; of a row that does not
-fit, chunk after chunk with the candidates carried along. Many rows: a list of candidates for each row, which takes only
-scores above a threshold that rises whenever the list is cut; then hardly a score is ever stored.
+The scores of as many rows as the workspace holds, and the selection of `topk_select`; of a row that does not fit, chunk
+after chunk with the candidates carried along.
 """
 
 from __future__ import annotations
@@ -12,35 +11,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..topk_select import merge_orders, topk_select
+from ..topk_select import topk_select
 
 _ALIGN = 64  # a multiple of the scoring kernels' tiles
 
 Score = Callable[[Tensor, slice, int], None]
 """(out [rows, columns], rows, first): scores of these rows at positions first + column."""
-Collect = Callable[[Tensor, Tensor, Tensor, slice, int, int], None]
-"""(lists, counts, thresholds, rows, first, columns): keys of positions [first, first + columns) into the lists."""
 
 
-def chunk_shape(rows: int, columns: int, k: int, workspace_bytes: int) -> tuple[int, int]:
-    """(rows, keys) of one chunk: whole rows where they fit, else one row and at least k keys of it."""
-    whole = workspace_bytes // (4 * (_round_up(columns) + k))
+def chunk_shape(rows: int, columns: int, k: int, workspace_bytes: int, together: int = 1) -> tuple[int, int]:
+    """(rows, keys) of one chunk: whole rows where they fit, else as few rows as may be and at least k keys of them.
+
+    Rows are a multiple of ``together``, of which ``rows`` is one.
+    """
+    whole = workspace_bytes // (4 * (_round_up(columns) + k)) // together * together
     if whole:
-        return min(rows, whole), _round_up(columns)
-    return 1, max((workspace_bytes // 4 - k) // _ALIGN * _ALIGN, _round_up(k))
+        block = -(-rows // -(-rows // whole))  # blocks of one size, by fours as the kernels take rows
+        block = -(-block // together) * together
+        fours = -(-block // (4 * together)) * 4 * together
+        return min(rows, fours if fours <= whole else block), _round_up(columns)
+    return together, max((workspace_bytes // (4 * together) - k) // _ALIGN * _ALIGN, _round_up(k))
 
 
 def _round_up(n: int) -> int:
     return -(-n // _ALIGN) * _ALIGN
 
 
-def topk_of_chunks(score: Score, lens: Tensor, *, columns: int, k: int, workspace_bytes: int) -> tuple[Tensor, Tensor]:
+def topk_of_chunks(
+    score: Score, lens: Tensor, *, columns: int, k: int, workspace_bytes: int, together: int = 1, in_order: bool = True
+) -> tuple[Tensor, Tensor]:
     """The k best of each row's first ``lens[t]`` positions, at most ``columns``: (positions int64, scores) [T, k].
 
-    Local, on the current stream, no host sync.
+    together: rows that must be scored together, such as those of one request. in_order: else valid entries may stand
+    in any order. Local, on the current stream, no host sync.
     """
     rows = lens.shape[0]
-    block, width = chunk_shape(max(rows, 1), columns, k, workspace_bytes)
+    block, width = chunk_shape(max(rows, together), columns, k, workspace_bytes, together)
     carried = k if width < columns else 0
     workspace = torch.empty(block, carried + width, dtype=torch.float32, device=lens.device)
     parts = []
@@ -50,7 +56,7 @@ def topk_of_chunks(score: Score, lens: Tensor, *, columns: int, k: int, workspac
         parts.append(
             _carry_chunks(score, part, lens[part], space, columns, k)
             if carried
-            else _whole(score, part, lens[part], space, columns, k)
+            else _whole(score, part, lens[part], space[:, :columns], k, in_order)
         )
     return _joined(parts, k, lens)
 
@@ -64,10 +70,9 @@ def _joined(parts: list[tuple[Tensor, Tensor]], k: int, lens: Tensor) -> tuple[T
     return torch.cat([positions for positions, _ in parts]), torch.cat([scores for _, scores in parts])
 
 
-def _whole(score: Score, part: slice, lens: Tensor, space: Tensor, columns: int, k: int) -> tuple[Tensor, Tensor]:
-    chunk = space[:, :columns]
-    score(chunk, part, 0)
-    return topk_select(chunk, k, lengths=lens)
+def _whole(score: Score, part: slice, lens: Tensor, space: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
+    score(space, part, 0)
+    return topk_select(space, k, lengths=lens, sorted_by="score" if in_order else "none")
 
 
 def _carry_chunks(
@@ -91,31 +96,3 @@ def _carry_chunks(
         carry_into(carried, space, chosen, scores, positions, first)
         positions = carried
     return positions, scores
-
-
-def topk_of_lists(
-    collect: Collect, lens: Tensor, *, columns: int, k: int, workspace_bytes: int, in_order: bool
-) -> tuple[Tensor, Tensor]:
-    """As `topk_of_chunks`, for k <= MAX_K of `keep_triton`; in_order: else the k best stand in any order."""
-    from . import keep_triton as lists_of
-
-    rows, device = lens.shape[0], lens.device
-    block = max(1, min(rows, workspace_bytes // (8 * lists_of.LARGE)))
-    lists = torch.empty(block, lists_of.LARGE, dtype=torch.int64, device=device)
-    counts = torch.empty(block, dtype=torch.int32, device=device)
-    thresholds = torch.empty(block, dtype=torch.float32, device=device)
-    chunk = lists_of.LARGE - lists_of.ROOMY  # what any list still takes, should all scores be good
-    parts = []
-    for start in range(0, rows, block):
-        part = slice(start, min(start + block, rows))
-        some = slice(0, part.stop - start)
-        state = lists[some], counts[some], thresholds[some]
-        counts[some] = lens[part].clamp(0, min(columns, lists_of.LARGE))
-        thresholds.fill_(torch.nan)  # takes everything
-        collect(*state, part, 0, min(columns, lists_of.LARGE))
-        for first in range(lists_of.LARGE, columns, chunk):
-            lists_of.keep(*state, k, lists_of.ROOMY)
-            collect(*state, part, first, min(chunk, columns - first))
-        keys = lists_of.best(lists[some], counts[some], k)
-        parts.append(lists_of.decode(merge_orders(keys, k) if in_order else keys))
-    return _joined(parts, k, lens)

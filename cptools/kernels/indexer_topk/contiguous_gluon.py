@@ -1,9 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""Scores of FP8 queries against FP8 keys back to back: one warpgroup, 128 columns, key tiles of 64 by TMA.
-
-What becomes of a score: it is stored; or its key of the total order is appended to the query's list of candidates, all
-of them or those above the query's threshold. Appending waits for an atomic, in the shadow of the next product.
-"""
+"""Scores of FP8 queries against FP8 keys back to back: one warpgroup, 128 columns, key tiles of 64 by TMA."""
 
 from __future__ import annotations
 
@@ -22,23 +18,6 @@ from .layouts_gluon import scores_layout
 
 
 @gluon.jit
-def order_keys(scores, positions):
-    """int64 keys of `topk_select.encode_order`."""
-    bits = (scores + 0.0).to(gl.int32, bitcast=True)
-    bits = gl.where(scores != scores, 0x7FC00000, bits)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(gl.int64) << 32) | (~positions).to(gl.uint32, bitcast=True).to(gl.int64)
-
-
-@gluon.jit
-def append(scores, seen, positions, threshold, count_at, list_at):
-    """Appends scores that may still be among the best, and NaN; a NaN threshold refuses nothing."""
-    kept = seen & ((scores > threshold) | (scores != scores) | (threshold != threshold))
-    slot = gl.atomic_add(count_at + gl.zeros_like(positions), gl.zeros_like(positions) + 1, mask=kept, sem="relaxed")
-    gl.store(list_at + slot, order_keys(scores, positions), mask=kept)
-
-
-@gluon.jit
 def contiguous_kernel(
     query,
     weights,
@@ -47,8 +26,6 @@ def contiguous_kernel(
     starts,
     lens,
     out,
-    counts,
-    thresholds,
     queries,
     num_keys,
     first,
@@ -60,7 +37,6 @@ def contiguous_kernel(
     DEPTH: gl.constexpr,
     HAS_STARTS: gl.constexpr,
     STAGES: gl.constexpr,
-    KEEP: gl.constexpr,
 ):
     TILE: gl.constexpr = 64
     WIDTH: gl.constexpr = QUERIES * HEADS
@@ -86,12 +62,7 @@ def contiguous_kernel(
     length = gl.minimum(length, num_keys - start_of)
     limit = gl.minimum(gl.maximum(length - first - column0, 0), width).to(gl.int32)
     column = gl.arange(0, TILE, layout=gl.SliceLayout(1, OUT))
-    out_at = out + ((row0 + row) * out_stride)[None, :]
-    if KEEP != "best":
-        out_at += column0 + column[:, None]
-    else:
-        threshold = gl.load(thresholds + row0 + row, mask=exists, other=0.0)[None, :]
-        count_at = counts + (row0 + row)[None, :]
+    out_at = out + column0 + ((row0 + row) * out_stride)[None, :] + column[:, None]
 
     if gl.max(limit, 0) > 0:
         byte = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, COPY))
@@ -140,9 +111,6 @@ def contiguous_kernel(
                 here += TILE
             left -= (STAGES - 1) * TILE
             store_at = out_at
-            position = first + column0 + column[:, None] + gl.zeros([TILE, QUERIES], gl.int32, OUT)
-            score = gl.zeros([TILE, QUERIES], gl.float32, OUT)
-            before = gl.zeros_like(rest)
             scale_here = scale_at + gl.zeros([TILE, QUERIES], gl.int32, OUT) + column[:, None]
             for i in range(count):
                 turn = used + i
@@ -163,24 +131,12 @@ def contiguous_kernel(
                 here += TILE
                 left -= TILE
                 scale_here += TILE
-                if KEEP == "best":
-                    # In the shadow of this product: the atomics of the tile before.
-                    append(score, column[:, None] < before[None, :], position - TILE, threshold, count_at, out_at)
-                    before = rest
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 products = gl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight
                 products = gl.sum(products.reshape([TILE, WIDTH // 8, QUERIES, NEAR]), 1)
                 score = gl.convert_layout(gl.sum(products, 2), OUT, assert_trivial=True) * scale
-                if KEEP == "scores":
-                    gl.store(store_at, score, mask=seen)
-                elif KEEP == "all":
-                    gl.store(store_at, order_keys(score, position), mask=seen)
-                if KEEP != "best":
-                    store_at += TILE
-                if KEEP != "scores":
-                    position += TILE
+                gl.store(store_at, score, mask=seen)
+                store_at += TILE
                 rest -= TILE
-            if KEEP == "best":
-                append(score, column[:, None] < before[None, :], position - TILE, threshold, count_at, out_at)
             used += count
             gl.thread_barrier()

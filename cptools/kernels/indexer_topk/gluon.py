@@ -41,7 +41,7 @@ def queries_a_program(queries: int, heads: int) -> int:
 def tiles_a_program(groups: int, columns: int, most: int) -> int:
     """Key tiles of one program: many, to pay once for its queries, yet enough programs to fill the GPU evenly."""
     tiles = -(-columns // TILE)
-    return max(1, min(most, tiles, groups * tiles // _RESIDENT))
+    return max(1, min(most, tiles, -(-groups * tiles // _RESIDENT)))
 
 
 @torch.library.custom_op("cptools::indexer_scores_gluon", mutates_args=("out",))
@@ -67,7 +67,7 @@ def scores_into(
     if not rows or not columns:
         return
     if tables is None:
-        _contiguous("scores", out, lens, lens, query, weights, keys, scales, starts, lens, first, columns)
+        score_contiguous(out, query, weights, keys, scales, starts, lens, first)
         return
     queries = rows // tables.shape[0]
     together = queries_a_program(queries, heads)
@@ -115,53 +115,8 @@ def _(
     return None
 
 
-@torch.library.custom_op("cptools::indexer_collect_gluon", mutates_args=("lists", "counts"))
-def collect(
-    lists: Tensor,
-    counts: Tensor,
-    thresholds: Tensor,
-    query: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    scales: Tensor,
-    starts: Tensor | None,
-    lens: Tensor,
-    first: int,
-    columns: int,
-) -> None:
-    """Order keys of positions [first, first + columns) into lists [T, LARGE] of counts [T] int32.
-
-    From position 0 on, all of them, by position; ``counts`` must say how many. Later, those above a row's threshold [T]
-    (all of them if it is NaN) are appended in any order; the caller sees to it that they fit. Other arguments as in
-    `scores_into`.
-    """
-    if query.shape[0] and columns:
-        mode = "best" if first else "all"
-        _contiguous(mode, lists, counts, thresholds, query, weights, keys, scales, starts, lens, first, columns)
-
-
-@collect.register_fake
-def _(
-    lists: Tensor,
-    counts: Tensor,
-    thresholds: Tensor,
-    query: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    scales: Tensor,
-    starts: Tensor | None,
-    lens: Tensor,
-    first: int,
-    columns: int,
-) -> None:
-    return None
-
-
-def _contiguous(
-    mode: str,
+def score_contiguous(
     out: Tensor,
-    counts: Tensor,
-    thresholds: Tensor,
     query: Tensor,
     weights: Tensor,
     keys: Tensor,
@@ -169,10 +124,11 @@ def _contiguous(
     starts: Tensor | None,
     lens: Tensor,
     first: int,
-    columns: int,
 ) -> None:
+    """`scores_into` without tables, for those who launch many of it."""
     rows, heads, depth = query.shape
-    together = queries_a_program(rows, heads)
+    columns = out.shape[1]
+    together = _WIDTH // heads  # whatever the rows: a score's bits depend on its query and its key alone
     groups = triton.cdiv(rows, together)
     tiles = tiles_a_program(groups, columns, _CONTIGUOUS_TILES)
     contiguous_kernel[(groups, triton.cdiv(columns, tiles * TILE))](
@@ -183,8 +139,6 @@ def _contiguous(
         lens if starts is None else starts,  # stands in, is not read
         lens,
         out,
-        counts,
-        thresholds,
         rows,
         keys.shape[0],
         first,
@@ -196,22 +150,20 @@ def _contiguous(
         DEPTH=depth,
         HAS_STARTS=starts is not None,
         STAGES=_STAGES,
-        KEEP=mode,
         **_LAUNCH,
     )
 
 
-def _contiguous_spec(heads: int, queries: int, *, mode: str = "scores", starts: bool = False) -> CompileSpec:
+def _contiguous_spec(heads: int, queries: int, *, starts: bool = False) -> CompileSpec:
     constexprs: dict[str, Any] = {
         "QUERIES": queries,
         "HEADS": heads,
         "DEPTH": DEPTH,
         "HAS_STARTS": starts,
         "STAGES": _STAGES,
-        "KEEP": mode,
     }
     return CompileSpec(
-        name=f"indexer_{mode}_{heads}_heads_{queries}_queries{'_starts' if starts else ''}",
+        name=f"indexer_scores_{heads}_heads_{queries}_queries{'_starts' if starts else ''}",
         fn=contiguous_kernel,
         signature={
             "query": "*fp8e4nv",
@@ -220,15 +172,12 @@ def _contiguous_spec(heads: int, queries: int, *, mode: str = "scores", starts: 
             "scales": "*fp32",
             "starts": "*i64",
             "lens": "*i64",
-            "out": "*fp32" if mode == "scores" else "*i64",
-            "counts": "*i32",
-            "thresholds": "*fp32",
+            "out": "*fp32",
             **dict.fromkeys(("queries", "num_keys", "first", "columns", "tiles", "out_stride"), "i32"),
             **dict.fromkeys(constexprs, "constexpr"),
         },
         constexprs=constexprs,
         gluon=True,
-        max_spill_bytes=0 if mode == "scores" else 32,  # little more than once a group of rows
         options={"maxnreg": _LAUNCH["maxnreg"]},
         divisible_by_16=("query", "weights", "scales", "lens", "out"),
     )
@@ -260,11 +209,9 @@ def _paged_spec(heads: int, queries: int, page: int) -> CompileSpec:
 
 def compile_specs() -> list[CompileSpec]:
     return [
-        *(_contiguous_spec(32, 4, mode=mode) for mode in ("scores", "all", "best")),
-        *(_contiguous_spec(32, 4, mode=mode, starts=True) for mode in ("scores", "all", "best")),
-        _contiguous_spec(32, 1, starts=True),
+        _contiguous_spec(32, 4),
+        _contiguous_spec(32, 4, starts=True),
         _contiguous_spec(64, 2, starts=True),
-        _contiguous_spec(64, 2, mode="best", starts=True),
         *(_paged_spec(32, queries, 64) for queries in (1, 2, 4)),
         *(_paged_spec(64, queries, 64) for queries in (1, 2)),
         _paged_spec(32, 1, 256),
