@@ -90,4 +90,14 @@ def rows(*, impl: str = "auto") -> Iterator[Row]:
         floor = 1e6 * count * width / BUS_BYTES_PER_S
         shape = f"{count} rows of {width} B from pinned memory"
         error = -1.0 if same else torch.nan
-        yield row("copy_rows", choice, shape, run, floor, error, target=target, beyond=beyond, launches=2)
+        yield row(
+            "copy_rows",
+            choice,
+            shape,
+            run,
+            floor,
+            error,
+            target=target,
+            beyond=beyond,
+            launches=10 if count < 10000 else 2,
+        )

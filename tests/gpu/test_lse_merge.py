@@ -39,7 +39,11 @@ def check(outs, lses, out_dtype: torch.dtype = torch.float32) -> None:
 
 
 @pytest.mark.parametrize(
-    "p, t, h, d", [(1, 3, 2, 512), (2, 1, 64, 512), (2, 300, 64, 512), (3, 7, 5, 40), (8, 9, 3, 576), (20, 5, 3, 96)]
+    "p, t, h, d",
+    [
+        *[(1, 3, 2, 512), (2, 1, 64, 512), (2, 300, 64, 512), (2, 900, 3, 512), (2, 70000, 1, 8)],
+        *[(3, 7, 5, 40), (8, 9, 3, 576), (20, 5, 3, 96), (20, 200, 64, 128)],
+    ],
 )
 @pytest.mark.parametrize("stacked", [False, True])
 def test_any_number_of_parts(p, t, h, d, stacked) -> None:

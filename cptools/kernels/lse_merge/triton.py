@@ -13,6 +13,9 @@ from ..compile_spec import CompileSpec
 MAX_PARTS = 8
 """Parts that one launch takes as separate tensors; a longer list is merged in several."""
 MAX_BLOCK = 512
+MAX_GRID_Y = 65535
+FEW_ROWS = 2048  # of which a program takes one each
+WARP_BYTES = 512  # what a warp loads by one instruction
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(0.693359375)
@@ -39,12 +42,41 @@ def safe_peak(peak):
 
 
 @triton.jit
-def positions(first_row, rows, heads, stride_t, stride_h, ROWS: tl.constexpr):
-    """Rows of the program, whether they exist, and the offset of each in a [T, H, ...] tensor."""
-    row = first_row + tl.arange(0, ROWS)
-    live = row < rows
-    token = (row // heads).to(tl.int64)
-    return row.to(tl.int64), live, token * stride_t + (row % heads) * stride_h
+def place(
+    tokens,
+    heads,
+    dim,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Token and heads of the program, which of them exist, its columns [CHUNKS, 1, INNER], which values exist.
+
+    Heads stand in the middle of a tile, so that each warp gets rows of its own. The grid names the token: no address
+    waits for a division.
+    """
+    token = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    head = ((tl.program_id(0) // SPLIT) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    chunk = (tl.program_id(0) % SPLIT) * CHUNKS + tl.arange(0, CHUNKS)
+    col = chunk[:, None, None] * INNER + tl.arange(0, INNER)[None, None, :]
+    if FULL:
+        live = tl.full([ROWS], True, tl.int1)
+        mask = tl.full([CHUNKS, ROWS, INNER], True, tl.int1)
+    else:
+        live = (head < heads) & (token < tokens)
+        mask = live[None, :, None] & (col < dim)
+    return token, head, live, col, mask
+
+
+@triton.jit
+def store_merged(merged, merged_lse, summed, peak, total, row, live, col, mask, dim):
+    summed = tl.where((peak == -float("inf"))[None, :, None], 0.0, summed)
+    out_at = merged + row[None, :, None] * dim + col
+    # Streamed, so that the output does not push parts that are still to be read out of L2.
+    tl.store(out_at, summed.to(merged.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    tl.store(merged_lse + row, peak + tl.log(total), mask=live)
 
 
 @triton.jit
@@ -67,7 +99,7 @@ def merge_parts_kernel(
     lse7,
     merged,
     merged_lse,
-    rows,
+    tokens,
     heads,
     dim,
     out_stride_t,
@@ -76,37 +108,40 @@ def merge_parts_kernel(
     lse_stride_h,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     outs = (out0, out1, out2, out3, out4, out5, out6, out7)
     lses = (lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
-    first = tl.program_id(0) * ROWS
-    row, live, lse_at = positions(first, rows, heads, lse_stride_t, lse_stride_h, ROWS)
-    _, _, out_at = positions(first, rows, heads, out_stride_t, out_stride_h, ROWS)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = live[:, None] & (col < dim)[None, :]
+    token, head, live, col, mask = place(tokens, heads, dim, ROWS, CHUNKS, INNER, SPLIT, FULL)
+    lse_at = token * lse_stride_t + head * lse_stride_h
+    out_at = (token * out_stride_t + head * out_stride_h)[None, :, None] + col
 
-    peak = tl.load(lses[0] + lse_at, mask=live, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        lse = tl.load(lses[part] + lse_at, mask=live, other=0.0)
-        peak = tl.maximum(peak, lse, propagate_nan=tl.PropagateNan.ALL)
-    base = safe_peak(peak)
-    total = tl.zeros([ROWS], tl.float32)
+    # All loads first, and none of them masked by an lse: they wait for memory together.
+    lse: tl.tuple = ()
+    value: tl.tuple = ()
     for part in tl.static_range(PARTS):
-        total += exp_of_gap(tl.load(lses[part] + lse_at, mask=live, other=0.0) - base)
+        lse = lse + (tl.load(lses[part] + lse_at, mask=live, other=0.0),)
+    for part in tl.static_range(PARTS):
+        value = value + (tl.load(outs[part] + out_at, mask=mask, other=0.0),)
+    peak = lse[0]
+    for part in tl.static_range(1, PARTS):
+        peak = tl.maximum(peak, lse[part], propagate_nan=tl.PropagateNan.ALL)
+    base = safe_peak(peak)
+    total = exp_of_gap(lse[0] - base)
+    for part in tl.static_range(1, PARTS):
+        total += exp_of_gap(lse[part] - base)
     total = tl.where(peak == -float("inf"), 1.0, total)
 
-    nothing = tl.broadcast_to(negative_zero()[:, None], [ROWS, BLOCK])
+    nothing = tl.broadcast_to(negative_zero()[None, :, None], [CHUNKS, ROWS, INNER])
     summed = nothing
     for part in tl.static_range(PARTS):
-        lse = tl.load(lses[part] + lse_at, mask=live, other=0.0)
-        weight = exp_of_gap(lse - base) / total
-        # Not masked by the lse: the rows are then on their way while the weights are made.
-        value = tl.load(outs[part] + out_at[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        summed += tl.where((lse == -float("inf"))[:, None], nothing, value * weight[:, None])
-    summed = tl.where((peak == -float("inf"))[:, None], 0.0, summed)
-    tl.store(merged + row[:, None] * dim + col[None, :], summed.to(merged.dtype.element_ty), mask=mask)
-    tl.store(merged_lse + row, peak + tl.log(total), mask=live & (tl.program_id(1) == 0))
+        weight = exp_of_gap(lse[part] - base) / total
+        term = value[part].to(tl.float32) * weight[None, :, None]
+        summed += tl.where((lse[part] == -float("inf"))[None, :, None], nothing, term)
+    store_merged(merged, merged_lse, summed, peak, total, token * heads + head, live, col, mask, dim)
 
 
 @triton.jit
@@ -115,7 +150,7 @@ def merge_stacked_kernel(
     lses,
     merged,
     merged_lse,
-    rows,
+    tokens,
     heads,
     dim,
     out_stride_p,
@@ -126,13 +161,14 @@ def merge_stacked_kernel(
     lse_stride_h,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
-    row, live, lse_at = positions(first, rows, heads, lse_stride_t, lse_stride_h, ROWS)
-    _, _, out_at = positions(first, rows, heads, out_stride_t, out_stride_h, ROWS)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = live[:, None] & (col < dim)[None, :]
+    token, head, live, col, mask = place(tokens, heads, dim, ROWS, CHUNKS, INNER, SPLIT, FULL)
+    lse_at = token * lse_stride_t + head * lse_stride_h
+    out_at = (token * out_stride_t + head * out_stride_h)[None, :, None] + col
 
     # Pointers walk from part to part: their distance may be beyond 2^31, its products are never formed.
     lse_of = lses + lse_at
@@ -148,20 +184,18 @@ def merge_stacked_kernel(
         lse_of += lse_stride_p
     total = tl.where(peak == -float("inf"), 1.0, total)
 
-    nothing = tl.broadcast_to(negative_zero()[:, None], [ROWS, BLOCK])
+    nothing = tl.broadcast_to(negative_zero()[None, :, None], [CHUNKS, ROWS, INNER])
     summed = nothing
     lse_of = lses + lse_at
-    out_of = outs + out_at[:, None] + col[None, :]
+    out_of = outs + out_at
     for _ in range(PARTS):
         lse = tl.load(lse_of, mask=live, other=0.0)
-        weight = exp_of_gap(lse - base) / total
         value = tl.load(out_of, mask=mask, other=0.0).to(tl.float32)
-        summed += tl.where((lse == -float("inf"))[:, None], nothing, value * weight[:, None])
+        term = value * (exp_of_gap(lse - base) / total)[None, :, None]
+        summed += tl.where((lse == -float("inf"))[None, :, None], nothing, term)
         lse_of += lse_stride_p
         out_of += out_stride_p
-    summed = tl.where((peak == -float("inf"))[:, None], 0.0, summed)
-    tl.store(merged + row[:, None] * dim + col[None, :], summed.to(merged.dtype.element_ty), mask=mask)
-    tl.store(merged_lse + row, peak + tl.log(total), mask=live & (tl.program_id(1) == 0))
+    store_merged(merged, merged_lse, summed, peak, total, token * heads + head, live, col, mask, dim)
 
 
 @torch.library.custom_op("cptools::merge_parts", mutates_args=())
@@ -176,7 +210,7 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor], out_dtype: torch
         merged,
         merged_lse,
         [*outs[0].stride()[:2], *lses[0].stride()],
-        PARTS=len(outs),
+        parts=len(outs),
     )
     return merged, merged_lse
 
@@ -188,7 +222,7 @@ def merge_stacked(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[T
     if outs.stride(3) != 1:
         outs = outs.contiguous()
     launch(
-        merge_stacked_kernel, [outs, lses], merged, merged_lse, [*outs.stride()[:3], *lses.stride()], PARTS=len(outs)
+        merge_stacked_kernel, [outs, lses], merged, merged_lse, [*outs.stride()[:3], *lses.stride()], parts=len(outs)
     )
     return merged, merged_lse
 
@@ -233,39 +267,40 @@ def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x.contiguous() for x in tensors]
 
 
-def tile(rows: int) -> tuple[int, int]:
-    """(rows, warps) of a program: one warp, and a single row while these are too few to fill the chip."""
-    return (1, 1) if rows <= 4096 else (2, 1)
+def tile(tokens: int, heads: int, dim: int, element_bytes: int) -> tuple[dict[str, int], int]:
+    """(constexprs, warps) of a program: single heads while these are too few to fill the chip, then two."""
+    inner = WARP_BYTES // element_bytes
+    chunks = min(MAX_BLOCK // inner, triton.next_power_of_2(triton.cdiv(dim, inner)))
+    rows = 1 if tokens * heads <= FEW_ROWS or heads == 1 else 2
+    split = triton.cdiv(dim, chunks * inner)
+    full = heads % rows == 0 and tokens <= MAX_GRID_Y and dim == split * chunks * inner
+    return {"ROWS": rows, "CHUNKS": chunks, "INNER": inner, "SPLIT": split, "FULL": full}, rows
 
 
 def launch(
-    kernel: Any, tensors: Sequence[Tensor], merged: Tensor, lse: Tensor, strides: Sequence[int], **constexprs: int,
-) -> None:  # fmt: skip
+    kernel: Any, tensors: Sequence[Tensor], merged: Tensor, lse: Tensor, strides: Sequence[int], *, parts: int
+) -> None:
     tokens, heads, dim = merged.shape
-    rows = tokens * heads
-    if rows == 0 or dim == 0:
+    if merged.numel() == 0:
         return
-    block = min(MAX_BLOCK, triton.next_power_of_2(dim))
-    per_program, warps = tile(rows)
-    grid = (triton.cdiv(rows, per_program), triton.cdiv(dim, block))
-    kernel[grid](
-        *tensors, merged, lse, rows, heads, dim, *strides,
-        **constexprs, ROWS=per_program, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    constexprs, warps = tile(tokens, heads, dim, tensors[0].element_size())
+    programs = triton.cdiv(heads, constexprs["ROWS"]) * constexprs["SPLIT"]
+    grid = (programs, min(tokens, MAX_GRID_Y), triton.cdiv(tokens, MAX_GRID_Y))
+    kernel[grid](*tensors, merged, lse, tokens, heads, dim, *strides, PARTS=parts, **constexprs, num_warps=warps)
 
 
 def compile_specs() -> list[CompileSpec]:
     specs = []
-    for per_program, warps in (tile(1), tile(1 << 20)):
-        tiles = {"ROWS": per_program, "BLOCK": MAX_BLOCK}
-        sizes = dict.fromkeys(["rows", "heads", "dim", "out_stride_t", "out_stride_h", "lse_stride_t"], "i32")
+    for tokens, heads in ((1, 64), (1, 63), (64, 64), (64, 63)):
+        sizes = dict.fromkeys(["tokens", "heads", "dim", "out_stride_t", "out_stride_h", "lse_stride_t"], "i32")
         sizes["lse_stride_h"] = "i32"
-        for dtype, parts in (("*bf16", 2), ("*bf16", 8), ("*fp32", 8)):
+        for dtype, parts in (("*bf16", 2), ("*bf16", 8), ("*fp32", 2), ("*fp32", 8)):
+            tiles, warps = tile(tokens, heads, 512, 4 if dtype == "*fp32" else 2)
             pointers = {f"out{i}": dtype for i in range(MAX_PARTS)} | {f"lse{i}": "*fp32" for i in range(MAX_PARTS)}
             pointers |= {"merged": dtype, "merged_lse": "*fp32"}
             specs.append(
                 CompileSpec(
-                    name=f"merge_parts-{parts}x{dtype[1:]}-{per_program}rows",
+                    name=f"merge_parts-{parts}x{dtype[1:]}-{tokens}x{heads}",
                     fn=merge_parts_kernel,
                     signature=pointers | sizes | {"PARTS": "constexpr"} | dict.fromkeys(tiles, "constexpr"),
                     constexprs=tiles | {"PARTS": parts},
@@ -273,12 +308,13 @@ def compile_specs() -> list[CompileSpec]:
                     divisible_by_16=(*pointers, "dim", "out_stride_t", "out_stride_h"),
                 )
             )
+        tiles, warps = tile(tokens, heads, 512, 2)
         pointers = {"outs": "*bf16", "lses": "*fp32", "merged": "*bf16", "merged_lse": "*fp32"}
         strides = {f"{x}_stride_{axis}": "i32" for x in ("out", "lse") for axis in "pth"}
-        counts = dict.fromkeys(["rows", "heads", "dim"], "i32")
+        counts = dict.fromkeys(["tokens", "heads", "dim"], "i32")
         specs.append(
             CompileSpec(
-                name=f"merge_stacked-bf16-{per_program}rows",
+                name=f"merge_stacked-bf16-{tokens}x{heads}",
                 fn=merge_stacked_kernel,
                 signature=pointers | counts | strides | {"PARTS": "constexpr"} | dict.fromkeys(tiles, "constexpr"),
                 constexprs=tiles | {"PARTS": 32},

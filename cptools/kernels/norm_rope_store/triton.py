@@ -24,11 +24,13 @@ ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 
 @triton.jit
 def quantize(x, POWER_OF_TWO: tl.constexpr):
-    """x [R, B, 128] fp32 -> (values for e4m3 in fp32, scales [R, B]). Compares bits, so that NaN is the largest."""
+    """x [B, R, 128] fp32 -> (values for e4m3 in fp32, scales [B, R]). The conversion to e4m3 clamps."""
+    # Compared as bits, in which NaN is the largest; a warp has one instruction for the maximum of integers.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=2).to(tl.float32, bitcast=True)
     floor = tl.full(amax.shape, SCALE_FLOOR, tl.float32).to(tl.int32, bitcast=True)
-    bits = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, FP8_LIMIT, tl.float32)).to(tl.int32, bitcast=True), floor)
+    bits = tl.div_rn(amax, tl.full(amax.shape, FP8_LIMIT, tl.float32)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = tl.maximum(bits, floor)
     if POWER_OF_TWO:
         finite = bits < 0x7F800000
         rounded = tl.where(finite, (bits + 0x7FFFFF) & -0x800000, bits)
@@ -39,7 +41,7 @@ def quantize(x, POWER_OF_TWO: tl.constexpr):
     else:
         scale = bits.to(tl.float32, bitcast=True)
         values = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
-    return tl.clamp(values, -FP8_LIMIT, FP8_LIMIT, propagate_nan=tl.PropagateNan.ALL), scale
+    return values, scale
 
 
 @triton.jit
@@ -85,37 +87,38 @@ def store_mla(
     POWER_OF_TWO: tl.constexpr,
 ):
     LATENT: tl.constexpr = BLOCKS * BLOCK
-    at = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(c_kv + (row * c_stride)[:, None, None] + at[None, :, :], mask=live[:, None, None], other=0.0)
+    # Tokens stand in the middle, so that warps are spread over tokens and every sum stays inside a warp.
+    at = tl.arange(0, BLOCKS)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    x = tl.load(c_kv + (row * c_stride)[None, :, None] + at, mask=live[None, :, None], other=0.0)
     rope_at = tl.arange(0, ROPE)[None, :]
     rope = tl.load(k_pe + (row * k_stride)[:, None] + rope_at, mask=live[:, None], other=0.0)
     if NORM:
-        w = tl.load(weight + at)[None, :, :]
+        # One weight per value, so that no exchange between threads follows the load.
+        w = tl.load(weight + tl.broadcast_to(at, x.shape))
         wide = x.to(tl.float32)
-        mean = tl.sum(tl.sum(wide * wide, axis=2), axis=1) / LATENT
-        normed = (wide * tl.rsqrt(mean + eps)[:, None, None]).to(x.dtype)
-        weighted = normed.to(tl.float32) * w.to(tl.float32)
+        mean = tl.sum(tl.sum(wide * wide, axis=2), axis=0) / LATENT
+        normed = (wide * tl.rsqrt(mean + eps)[None, :, None]).to(x.dtype)
         # A product of two dtypes is float32, as torch promotes it.
         if w.dtype == x.dtype:
-            x = weighted.to(x.dtype)
+            x = normed * w
         else:
-            x = weighted
+            x = normed.to(tl.float32) * w.to(tl.float32)
     if ROTATE:
         rope = rotate(rope, cos, sin, row, live, angle_stride, ROPE // 2, ROPE // 2)
 
     if ROW == tl.float8e4nv:
         base = pages + page * page_stride + offset * (LATENT + 4 * BLOCKS + 2 * ROPE)
         values, scale = quantize(x.to(tl.float32), POWER_OF_TWO)
-        to = base.to(tl.pointer_type(tl.float8e4nv))[:, None, None] + at[None, :, :]
-        tl.store(to, values.to(tl.float8e4nv), mask=used[:, None, None])
-        scales = (base + LATENT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, BLOCKS)[None, :]
-        tl.store(scales, scale, mask=used[:, None])
+        to = base.to(tl.pointer_type(tl.float8e4nv))[None, :, None] + at
+        tl.store(to, values.to(tl.float8e4nv), mask=used[None, :, None])
+        scales = (base + LATENT).to(tl.pointer_type(tl.float32))[None, :] + tl.arange(0, BLOCKS)[:, None]
+        tl.store(scales, scale, mask=used[None, :])
         rope_to = (base + LATENT + 4 * BLOCKS).to(tl.pointer_type(tl.bfloat16))[:, None] + rope_at
         tl.store(rope_to, rope.to(tl.bfloat16), mask=used[:, None])
     else:
         base = pages + page * page_stride + offset * ((LATENT + ROPE) * (ROW.primitive_bitwidth // 8))
         base = base.to(tl.pointer_type(ROW))
-        tl.store(base[:, None, None] + at[None, :, :], x.to(ROW), mask=used[:, None, None])
+        tl.store(base[None, :, None] + at, x.to(ROW), mask=used[None, :, None])
         tl.store(base[:, None] + LATENT + rope_at, rope.to(ROW), mask=used[:, None])
 
 
@@ -148,8 +151,8 @@ def store_index(
     col = tl.arange(0, DIM)
     x = tl.load(key + (row * key_stride)[:, None] + col[None, :], mask=live[:, None], other=0.0)
     if NORM:
-        w = tl.load(weight + col)[None, :].to(tl.float32)
-        b = tl.load(bias + col)[None, :].to(tl.float32)
+        w = tl.load(weight + tl.broadcast_to(col[None, :], x.shape)).to(tl.float32)
+        b = tl.load(bias + tl.broadcast_to(col[None, :], x.shape)).to(tl.float32)
         wide = x.to(tl.float32)
         centred = wide - (tl.sum(wide, axis=1) / DIM)[:, None]
         variance = tl.sum(centred * centred, axis=1) / DIM
@@ -159,11 +162,13 @@ def store_index(
 
     if ROW == tl.float8e4nv:
         base = pages + page * page_stride
-        values, scale = quantize(tl.reshape(x.to(tl.float32), [x.shape[0], BLOCKS, BLOCK]), POWER_OF_TWO)
+        # [R, B, 128] read as [1, R * B, 128]
+        values, scale = quantize(tl.reshape(x.to(tl.float32), [1, x.shape[0] * BLOCKS, BLOCK]), POWER_OF_TWO)
         to = (base + offset * DIM).to(tl.pointer_type(tl.float8e4nv))[:, None] + col[None, :]
         tl.store(to, tl.reshape(values, [x.shape[0], DIM]).to(tl.float8e4nv), mask=used[:, None])
         scales = (base + PAGE_SIZE * DIM + offset * (4 * BLOCKS)).to(tl.pointer_type(tl.float32))
-        tl.store(scales[:, None] + tl.arange(0, BLOCKS)[None, :], scale, mask=used[:, None])
+        scales = scales[:, None] + tl.arange(0, BLOCKS)[None, :]
+        tl.store(scales, tl.reshape(scale, [x.shape[0], BLOCKS]), mask=used[:, None])
     else:
         base = pages + page * page_stride + offset * (DIM * (ROW.primitive_bitwidth // 8))
         tl.store(base.to(tl.pointer_type(ROW))[:, None] + col[None, :], x.to(ROW), mask=used[:, None])
@@ -254,8 +259,8 @@ def norm_rope_store(
     pages = mla_pages if mla_pages is not None else index_pages
     if tokens == 0 or pages is None:
         return
-    per_program, warps = tile(tokens)
     roles = (mla_pages is not None) + (index_pages is not None)
+    per_program, warps = tile(tokens, roles)
     num_pages = min(p.shape[0] for p in (mla_pages, index_pages) if p is not None)
     norm_rope_store_kernel[(triton.cdiv(tokens, per_program), roles)](
         slots,
@@ -289,9 +294,11 @@ def fake_norm_rope_store(*args: object) -> None:
     pass
 
 
-def tile(tokens: int) -> tuple[int, int]:
-    """(tokens, warps) of a program."""
-    return (1, 1) if tokens <= 1024 else (2, 1)
+def tile(tokens: int, roles: int) -> tuple[int, int]:
+    """(tokens, warps) of a program: the fastest on an H200 at 1, 128, 1024 and 4096 tokens."""
+    if tokens <= 2048:
+        return (1, 1) if tokens <= 256 else (4, 4)
+    return (8, 4) if roles == 1 else (4, 1)
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -308,7 +315,7 @@ def compile_specs() -> list[CompileSpec]:
         ("bf16", tl.bfloat16, tl.bfloat16, True),
         ("fp32", tl.float32, tl.float32, True),
     ):
-        for per_program, warps in (tile(1), tile(1 << 20)):
+        for per_program, warps in sorted({tile(tokens, roles) for tokens in (1, 1024, 4096) for roles in (1, 2)}):
             constexprs = {
                 "BLOCKS": 4, "BLOCK": SCALE_BLOCK, "ROPE": 64, "DIM": 128, "ROTATED": 32, "MLA_ROW": mla,
                 "INDEX_ROW": index, "MLA_NORM": True, "KEY_NORM": True, "MLA_POWER_OF_TWO": exact,
@@ -316,7 +323,7 @@ def compile_specs() -> list[CompileSpec]:
             }  # fmt: skip
             specs.append(
                 CompileSpec(
-                    name=f"norm_rope_store-{name}-{per_program}rows",
+                    name=f"norm_rope_store-{name}-{per_program}rows-{warps}warps",
                     fn=norm_rope_store_kernel,
                     signature=signature | dict.fromkeys(constexprs, "constexpr"),
                     constexprs=constexprs,
