@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu_timing import Row, floor_us, graph_time_us
 from cptools.kernels.topk_select import choose_merge_orders, choose_topk_select, encode_order, merge_orders, topk_select
 
+Order = Literal["none", "position", "score"]
 K = 2048
 LAUNCHES = 10
 # rows, length, time of the best peer (microseconds); the target is 1.3 x the peer, beyond is the peer
@@ -39,12 +40,13 @@ def rows(*, impl: str = "auto", shapes: tuple[tuple[int, int, float], ...] = SHA
         bytes_apart = count * length * 4
         inputs = [torch.randn(count, length, device="cuda") for _ in range(min(LAUNCHES, 2 + (1 << 29) // bytes_apart))]
         error = exact(inputs[0][:64], impl)
-        orders: tuple[Literal["none", "score"], ...] = ("none", "score")
+        orders: tuple[Order, ...] = ("none", "position", "score")
         for sorted_by in orders:
             turn = itertools.cycle(inputs)
 
-            def select(turn: Iterator[torch.Tensor] = turn, sorted_by: Literal["none", "score"] = sorted_by) -> object:
-                return topk_select(next(turn), K, sorted_by=sorted_by, positions_dtype=torch.int32, impl=impl)
+            def select(turn: Iterator[torch.Tensor] = turn, sorted_by: Order = sorted_by) -> object:
+                dtype = torch.int32 if sorted_by == "none" else torch.int64
+                return topk_select(next(turn), K, sorted_by=sorted_by, positions_dtype=dtype, impl=impl)
 
             medians = graph_time_us(select, launches=LAUNCHES)
             yield Row(
@@ -53,7 +55,7 @@ def rows(*, impl: str = "auto", shapes: tuple[tuple[int, int, float], ...] = SHA
                 shape=f"{count} x {length}, top-{K}, sorted_by={sorted_by}",
                 median_us=statistics.median(medians),
                 spread_us=max(medians) - min(medians),
-                floor_us=floor_us(moved_bytes=bytes_apart + count * K * 8),
+                floor_us=floor_us(moved_bytes=bytes_apart + count * K * (8 if sorted_by == "none" else 12)),
                 target_us=1.3 * peer if sorted_by == "none" else None,
                 beyond_us=peer if sorted_by == "none" else None,
                 error=error,

@@ -10,7 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cptools.kernels.topk_select import INVALID, decode_order, encode_order, merge_orders, topk_select
+from cptools.kernels.topk_select import (
+    INVALID,
+    choose_merge_orders,
+    choose_topk_select,
+    decode_order,
+    encode_order,
+    merge_orders,
+    topk_select,
+)
 
 INF, NAN = math.inf, math.nan
 SUBNORMAL = 1e-45  # the smallest fp32
@@ -250,3 +258,36 @@ def test_wrong_arguments_raise_with_the_numbers() -> None:
 def test_lengths_of_another_shape_are_refused(lengths: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"lengths must be \[3\]"):
         topk_select(torch.zeros(3, 5), 2, lengths=lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_order_and_type_of_the_output(dtype) -> None:
+    scores = torch.tensor([[1.0, 5.0, NAN, 5.0, 2.0, 9.0]])
+    lengths = torch.tensor([5])
+    by_score = topk_select(scores, 6, lengths=lengths, positions_dtype=dtype)
+    assert by_score[0].dtype == dtype
+    assert by_score[0].tolist() == [[2, 1, 3, 4, 0, -1]]
+    by_position = topk_select(scores, 6, lengths=lengths, sorted_by="position", positions_dtype=dtype)
+    assert by_position[0].dtype == dtype
+    assert by_position[0].tolist() == [[0, 1, 2, 3, 4, -1]]
+    assert by_position[1][0, [0, 1, 3, 4, 5]].tolist() == [1.0, 5.0, 5.0, 2.0, -INF]
+    anyhow = topk_select(scores, 6, lengths=lengths, sorted_by="none", positions_dtype=dtype)
+    assert sorted(anyhow[0][0, :5].tolist()) == [0, 1, 2, 3, 4]
+    assert anyhow[0][0, 5] == -1
+
+
+def test_options_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match="sorted_by"):
+        topk_select(torch.zeros(1, 7), 2, sorted_by="rank")
+    with pytest.raises(ValueError, match="positions_dtype"):
+        topk_select(torch.zeros(1, 7), 2, positions_dtype=torch.int16)
+    with pytest.raises(ValueError, match="tensors are on cpu"):
+        topk_select(torch.zeros(1, 7), 2, impl="triton")
+    with pytest.raises(ValueError, match="not one of"):
+        merge_orders(torch.zeros(1, 7, dtype=torch.int64), 2, impl="gluon")
+
+
+def test_choice_on_the_cpu_says_why() -> None:
+    choice = choose_topk_select(torch.zeros(1, 7), 2)
+    assert (choice.impl, choice.fallback_reason) == ("reference", "triton: tensors are on cpu")
+    assert choose_merge_orders(torch.zeros(1, 7, dtype=torch.int64), 2).impl == "reference"

@@ -48,7 +48,7 @@ def topk_select(
     k: int,
     *,
     lengths: Tensor | None = None,
-    sorted_by: Literal["score", "none"] = "score",
+    sorted_by: Literal["score", "position", "none"] = "score",
     positions_dtype: torch.dtype = torch.int64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -57,24 +57,28 @@ def topk_select(
     Row t considers its first ``lengths[t]`` columns (integers on the scores' device, clamped to [0, S]; all of them by
     default). The set is that of score descending, position ascending, with -0.0 equal to 0.0 and NaN above everything;
     valid entries come first, the rest is position -1, score -inf. sorted_by: "score" gives the valid entries in that
-    order; "none" in any, which is faster and may differ from run to run. positions_dtype: int64 or int32.
+    order, "position" by ascending position; "none" in any, which is faster and may differ from run to run.
+    positions_dtype: int64 or int32.
 
     Local, on the current stream; with the Triton kernel no host sync, and allowed in CUDA-graph capture.
     """
     choice = choose_topk_select(scores, k, impl=impl)
-    if sorted_by not in ("score", "none"):
-        raise ValueError(f"topk_select: sorted_by must be 'score' or 'none', got {sorted_by!r}")
+    if sorted_by not in ("score", "position", "none"):
+        raise ValueError(f"topk_select: sorted_by must be 'score', 'position' or 'none', got {sorted_by!r}")
     if positions_dtype not in (torch.int64, torch.int32):
         raise ValueError(f"topk_select: positions_dtype must be int64 or int32, got {positions_dtype}")
     reference.check_topk_select(scores, k, lengths)
     if choice.impl == "reference":
         positions, chosen = reference.topk_select(scores, k, lengths=lengths)
+        if sorted_by == "position":
+            order = torch.where(positions < 0, scores.shape[1], positions).argsort(dim=1, stable=True)
+            positions, chosen = positions.gather(1, order), chosen.gather(1, order)
         return positions.to(positions_dtype), chosen
     from .triton import topk_select as kernel
 
-    if scores.stride(1) != 1:
-        scores = scores.contiguous()
-    selected: tuple[Tensor, Tensor] = kernel(scores, k, lengths, sorted_by == "score", positions_dtype)
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    lengths = None if lengths is None else lengths.contiguous()
+    selected: tuple[Tensor, Tensor] = kernel(scores, k, lengths, sorted_by, positions_dtype)
     return selected
 
 

@@ -1,6 +1,6 @@
 """int64 keys whose order is that of a top-k, as `encode_order` of the reference makes them."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -27,8 +27,20 @@ def score_of(ordered):
 
 
 @triton.jit
-def float_below(key):
-    """The float that exactly the scores of this key's score and better exceed, NaN if all do."""
-    ordered = (key >> 32).to(tl.int32) - 1
-    ordered = tl.where(ordered == -1, -2, ordered)  # -1 would be -0.0, which 0.0 does not exceed
-    return score_of(tl.minimum(ordered, 0x7F800000))
+def float_below(ordered):
+    """The float that exactly the scores of this order and above exceed (and NaN), NaN if that is all scores."""
+    below = tl.where(ordered == 0, -2, ordered - 1)  # -1 would be -0.0, which 0.0 does not exceed
+    below = tl.where(ordered <= -0x7F800001, 0x7FC00000, tl.minimum(below, 0x7F800000))
+    return score_of(below)
+
+
+@triton.jit
+def by_position(keys):
+    """Keys of the same content whose descending order is that of ascending positions (below 2^31)."""
+    return ((keys & 0x7FFFFFFF) << 32) | ((keys >> 32) & 0xFFFFFFFF)
+
+
+@triton.jit
+def by_score(keys):
+    """The inverse of `by_position`."""
+    return ((keys & 0xFFFFFFFF) << 32) | (keys >> 32) | 0x80000000

@@ -3,7 +3,7 @@
 A program draws a jittered sample of its row and finds, by histograms in shared memory, a score that a little more
 than k of the row's scores should reach. It then streams the row once and appends the keys of those scores to a buffer
 in L2. When the buffer is nearly full, it is cut to its exact k best and the threshold rises to their worst, so any
-distribution fits; when the sample promised too much (about one row in 10^6), the row is streamed once more without a
+distribution fits; when the sample promised too much (about one row in 10^5), the row is streamed again with a lower
 threshold. The exact selection narrows an interval of keys by histograms until the rest of it is wanted whole. All
 keys differ, so ties need no case of their own.
 
@@ -18,118 +18,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
-from .narrowing import CAPACITY, MAX_K, keep_best, sampled_threshold
-from .order_keys import encode, score_of
-from .shared_atomics import (
-    claim,
-    read_counter,
-    set_counter,
-    shared_base,
-    shared_load,
-    shared_store,
-    store_where,
-)
+from .narrowing import CAPACITY, MAX_K, cut, narrow, sampled_order
+from .order_keys import score_of
+from .ranking import ranked
+from .shared_atomics import WARPS, claim, set_counter, shared_base, store_where
+from .streaming import TILE, bounds, copy_scores, stream_keys, stream_scores
 
-WARPS = 16
-TILE = 4096
-"""Scores that a program reads at a time."""
-MAX_CHUNKS = 1024
+SORTED_BY = ("none", "score", "position")
+"""By the number that kernels know them by."""
+JOIN_SIZES = (8, 32, 128)
+MAX_CHUNKS = JOIN_SIZES[-1]
 PROGRAMS_PER_SM = 2
+REGISTERS = 64
+"""A thread, so that so many programs fit; where one a processor will do, it has twice as many."""
 
 _TILE = tl.constexpr(TILE)
 _CAPACITY = tl.constexpr(CAPACITY)
-_MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+_MAX_K = tl.constexpr(MAX_K)
 _INVALID = tl.constexpr(-(2**63))
+_BY_POSITION = tl.constexpr(2)
+_NO_ORDER = tl.constexpr(-(2**31))
+_ALL = tl.constexpr(53)
 
 
 @triton.jit
-def _append(shared, buffer, scores, positions, flag):
-    slots = claim(shared, flag)
-    store_where(buffer + slots, encode(scores, positions), flag)
-
-
-@triton.jit
-def _load_tile(source, start, stop, OTHER: tl.constexpr):
-    offsets = start // _TILE * _TILE + tl.arange(0, _TILE)  # the same, said so that loads can be wide
-    if start + _TILE <= stop:
-        tile = tl.load(source + offsets)
-    else:
-        tile = tl.load(source + offsets, mask=offsets < stop, other=OTHER)
-    return tile
-
-
-@triton.jit
-def _stream_scores(shared, buffer, row, start, stop, threshold, k, CUT: tl.constexpr):
-    """Append the keys of scores above the threshold (or NaN; all if it is NaN) to the buffer; gives their number.
-
-    Where the buffer fills up, it is cut to the k best (CUT), or the rest is skipped and the number exceeds CAPACITY.
-    """
-    set_counter(shared, 0)
-    start = tl.zeros((), tl.int32) + start
-    bound = 0
-    tile = _load_tile(row, start, stop, 0.0)
-    while start < stop:
-        if bound + _TILE > _CAPACITY:
-            bound = read_counter(shared)
-            if bound + _TILE > _CAPACITY:
-                if CUT:
-                    worst = keep_best(shared, buffer, bound, k)
-                    threshold = score_of((worst >> 32).to(tl.int32))  # equal scores further on lose
-                    bound = k
-                else:
-                    bound = 2 * _CAPACITY
-                    start = stop
-        if start < stop:
-            positions = start + tl.arange(0, _TILE)
-            following = _load_tile(row, start + _TILE, stop, 0.0)
-            _append(shared, buffer, tile, positions, ~(tile <= threshold) & (positions < stop))
-            tile = following
-            bound += _TILE
-            start += _TILE
-    count = read_counter(shared)
-    return tl.where(bound > _CAPACITY, bound, count)
-
-
-@triton.jit
-def _stream_keys(shared, buffer, row, stop, k):
-    """`_stream_scores` for keys, from no threshold on."""
-    set_counter(shared, 0)
-    bound = 0
-    start = 0
-    threshold = tl.full((), _INVALID, tl.int64)
-    while start < stop:
-        if bound + _TILE > _CAPACITY:
-            bound = read_counter(shared)
-            if bound + _TILE > _CAPACITY:
-                threshold = keep_best(shared, buffer, bound, k)
-                bound = k
-        keys = _load_tile(row, start, stop, _INVALID)
-        flag = keys > threshold
-        slots = claim(shared, flag)
-        store_where(buffer + slots, keys, flag)
-        bound += _TILE
-        start += _TILE
-    return read_counter(shared)
-
-
-@triton.jit
-def _join(shared, buffer, segments, counts, chunks, segment_stride):
+def _join(buffer, segments, counts, chunks, segment_stride, PARTS: tl.constexpr):
     """Copy a row's segments to the buffer; gives the number of keys, above CAPACITY if they are not all there."""
-    chunk_ids = tl.arange(0, _MAX_CHUNKS)
-    found = tl.load(counts + chunk_ids, mask=chunk_ids < chunks, other=0)
+    parts = tl.arange(0, PARTS)
+    found = tl.load(counts + parts, mask=parts < chunks, other=0)
     total = tl.sum(found)
-    if tl.max(found) <= _CAPACITY and total <= _CAPACITY:
-        shared_store(shared + 4 * chunk_ids, tl.cumsum(found) - found)
-        tl.debug_barrier()
-        slots = tl.arange(0, _CAPACITY)
-        chunk = tl.zeros_like(slots)
-        step = _MAX_CHUNKS // 2
-        while step > 0:  # the last chunk that starts at or before the slot
-            chunk += tl.where(shared_load(shared + 4 * (chunk + step)) <= slots, step, 0)
-            step //= 2
-        places = slots - shared_load(shared + 4 * chunk)
-        keys = tl.load(segments + chunk.to(tl.int64) * segment_stride + places, mask=slots < total)
-        tl.store(buffer + slots, keys, mask=slots < total)
+    most = tl.max(found)
+    if (most <= _CAPACITY) & (total <= _CAPACITY):
+        offsets = (tl.cumsum(found) - found)[:, None]
+        for start in tl.range(0, most, _TILE // PARTS):
+            columns = start + tl.arange(0, _TILE // PARTS)[None, :]
+            there = columns < found[:, None]
+            keys = tl.load(segments + parts.to(tl.int64)[:, None] * segment_stride + columns, mask=there)
+            tl.store(buffer + offsets + columns, keys, mask=there)
         tl.debug_barrier()
     else:
         total = 2 * _CAPACITY
@@ -148,20 +73,29 @@ def _length(lengths, row, columns, HAS_LENGTHS: tl.constexpr):
 def _split_rows(
     scores, lengths, segments, counts, columns, row_stride, k, chunk, segment_stride, HAS_LENGTHS: tl.constexpr
 ):
+    """Keep what one of a row's chunks may give; counts [rows, chunks + 1], the last the order that all kept."""
     part, index = tl.program_id(0), tl.program_id(1)
+    chunks = tl.num_programs(0)
     shared = shared_base()
     row = scores + index.to(tl.int64) * row_stride
     length = _length(lengths, index, columns, HAS_LENGTHS)
-    segment = index.to(tl.int64) * tl.num_programs(0) + part
+    segment = index.to(tl.int64) * chunks + part
     start = part * chunk
     stop = tl.minimum(start + chunk, length)
     count = 0
-    if start < stop:
-        threshold = float("nan")
-        if length > _CAPACITY:
-            threshold = sampled_threshold(shared, row, length, k)
-        count = _stream_scores(shared, segments + segment * segment_stride, row, start, stop, threshold, k, CUT=False)
-    tl.store(counts + segment, count)
+    if (start < stop) & (length > _CAPACITY):
+        order = sampled_order(shared, row, length, k, 1.0)
+        kept = segments + segment * segment_stride
+        count, _low, _shift = stream_scores(shared, kept, row, start, stop, order, k, CUT=False)
+        if part == 0:
+            tl.store(counts + segment + index + chunks, order)
+    tl.store(counts + segment + index, count)
+
+
+@triton.jit
+def _store_decoded(positions, scores, keys, flag):
+    store_where(positions, ((~keys) & 0xFFFFFFFF).to(positions.dtype.element_ty), flag)
+    store_where(scores, score_of((keys >> 32).to(tl.int32)), flag)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "k", "chunks"])
@@ -181,51 +115,66 @@ def _select_rows(
     segment_stride,
     HAS_LENGTHS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     SORTED: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """KEYS: the source holds keys, and so does the output. WIDTH: power of two that holds k."""
+    """KEYS: the source holds keys, and so does the output. PARTS: power of two of at least `chunks`."""
     shared = shared_base()
     buffer = workspace + tl.program_id(0).to(tl.int64) * _CAPACITY
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         row = source + index.to(tl.int64) * row_stride
         length = _length(lengths, index, columns, HAS_LENGTHS)
         if KEYS:
-            count = _stream_keys(shared, buffer, row, length, k)
+            count, low, shift = stream_keys(shared, buffer, row, length, k)
         else:
-            count = 2 * _CAPACITY
-            if SPLIT:
-                first = index.to(tl.int64) * chunks
-                count = _join(shared, buffer, segments + first * segment_stride, counts + first, chunks, segment_stride)
+            count = tl.full((), 2 * _CAPACITY, tl.int32)
+            low = tl.full((), _INVALID + 1, tl.int64)
+            shift = tl.full((), _ALL, tl.int32)
+            if PARTS > 1 and length > _CAPACITY:
+                row_counts = counts + index.to(tl.int64) * (chunks + 1)
+                row_segments = segments + index.to(tl.int64) * chunks * segment_stride
+                count = _join(buffer, row_segments, row_counts, chunks, segment_stride, PARTS)
+                low, shift = bounds(tl.load(row_counts + chunks))
             wanted = tl.minimum(k, length)
-            if (count > _CAPACITY) | (count < wanted):
-                threshold = float("nan")
-                if length > _CAPACITY:
-                    threshold = sampled_threshold(shared, row, length, k)
+            if length <= _CAPACITY:
+                count, low, shift = copy_scores(buffer, row, length)
+            elif (count > _CAPACITY) | (count < wanted):
                 count = -1
+                margin = 1.0
                 while count < wanted:
-                    count = _stream_scores(shared, buffer, row, 0, length, threshold, k, CUT=True)
-                    threshold = float("nan")
-        if count > k:
-            keep_best(shared, buffer, count, k)
-        slots = tl.arange(0, WIDTH)
-        keys = tl.load(buffer + slots, mask=slots < tl.minimum(count, k), other=_INVALID)
-        if SORTED:
-            keys = tl.sort(keys, descending=True)
-        places = index.to(tl.int64) * k + slots
-        if KEYS:
-            tl.store(out_positions + places, keys, mask=slots < k)
+                    order = sampled_order(shared, row, length, k, margin)
+                    count, low, shift = stream_scores(shared, buffer, row, 0, length, order, k, CUT=True)
+                    margin *= 4.0
+        positions, chosen_scores = out_positions + index.to(tl.int64) * k, out_scores + index.to(tl.int64) * k
+        valid = tl.minimum(count, k)
+        places = tl.arange(0, _MAX_K)
+        if SORTED > 0:
+            if count > k:
+                cut(shared, buffer, count, k, low, shift)
+            keys, ranks = ranked(shared, buffer, valid, SORTED == _BY_POSITION)
+            if KEYS:
+                store_where(positions + ranks, keys, ranks < k)
+            else:
+                _store_decoded(positions + ranks, chosen_scores + ranks, keys, ranks < valid)
         else:
-            valid = keys != _INVALID
-            positions = tl.where(valid, (~keys) & 0xFFFFFFFF, -1)
-            tl.store(out_positions + places, positions.to(out_positions.dtype.element_ty), mask=slots < k)
-            scores = tl.where(valid, score_of((keys >> 32).to(tl.int32)), float("-inf"))
-            tl.store(out_scores + places, scores, mask=slots < k)
+            floor = tl.full((), _INVALID, tl.int64)
+            if count > k:
+                _low, floor, _missing = narrow(shared, buffer, count, k, low, shift)
+            set_counter(shared, 0)
+            for start in tl.range(0, count, _TILE):
+                slots = start + tl.arange(0, _TILE)
+                keys = tl.load(buffer + slots, mask=slots < count, other=_INVALID)
+                chosen = keys > floor
+                taken = claim(shared, chosen)
+                _store_decoded(positions + taken, chosen_scores + taken, keys, chosen)
+        if not KEYS:
+            unused = (places >= valid) & (places < k)
+            tl.store(positions + places, tl.full((_MAX_K,), -1, positions.dtype.element_ty), mask=unused)
+            tl.store(chosen_scores + places, tl.full((_MAX_K,), float("-inf"), tl.float32), mask=unused)
         tl.debug_barrier()
 
 
-def _compile_spec(name: str, *, keys: bool = False, split: bool, in_order: bool, width: int) -> CompileSpec:
+def _compile_spec(name: str, *, keys: bool = False, parts: int = 1, sorted_by: str, registers: int) -> CompileSpec:
     source = "*i64" if keys else "*fp32"
     signature = {
         "source": source,
@@ -236,56 +185,78 @@ def _compile_spec(name: str, *, keys: bool = False, split: bool, in_order: bool,
         "out_positions": "*i64",
         "out_scores": "*fp32",
         **dict.fromkeys(("rows", "columns", "row_stride", "k", "chunks", "segment_stride"), "i32"),
-        **dict.fromkeys(("HAS_LENGTHS", "KEYS", "SPLIT", "SORTED", "WIDTH"), "constexpr"),
+        **dict.fromkeys(("HAS_LENGTHS", "KEYS", "PARTS", "SORTED"), "constexpr"),
     }
-    constexprs = {"HAS_LENGTHS": not keys, "KEYS": keys, "SPLIT": split, "SORTED": in_order, "WIDTH": width}
-    aligned = ("source", "segments", "workspace", "row_stride", "segment_stride")
-    # The exact selection holds the whole buffer in registers; the loop over the row's scores does not spill.
     return CompileSpec(
-        name, _select_rows, signature, constexprs, num_warps=WARPS, divisible_by_16=aligned, max_spill_bytes=32
+        name,
+        _select_rows,
+        signature,
+        {"HAS_LENGTHS": not keys, "KEYS": keys, "PARTS": parts, "SORTED": SORTED_BY.index(sorted_by)},
+        num_warps=WARPS,
+        num_stages=1,
+        divisible_by_16=("source", "segments", "workspace", "row_stride", "segment_stride"),
+        options={"maxnreg": registers},
+        # Sorting spills, once a row; the loop over its scores does not.
+        max_spill_bytes=200 if sorted_by != "none" else 0,
     )
 
 
 def compile_specs() -> list[CompileSpec]:
+    signature = {
+        "scores": "*fp32",
+        "lengths": "*i64",
+        "segments": "*i64",
+        "counts": "*i32",
+        **dict.fromkeys(("columns", "row_stride", "k", "chunk", "segment_stride"), "i32"),
+        "HAS_LENGTHS": "constexpr",
+    }
     split = CompileSpec(
         "topk_select_split",
         _split_rows,
-        {
-            "scores": "*fp32",
-            "lengths": "*i64",
-            "segments": "*i64",
-            "counts": "*i32",
-            **dict.fromkeys(("columns", "row_stride", "k", "chunk", "segment_stride"), "i32"),
-            "HAS_LENGTHS": "constexpr",
-        },
+        signature,
         {"HAS_LENGTHS": True},
         num_warps=WARPS,
+        num_stages=1,
         divisible_by_16=("scores", "segments", "row_stride", "segment_stride"),
+        options={"maxnreg": REGISTERS},
     )
+    few = 2 * REGISTERS
     return [
         split,
-        _compile_spec("topk_select_join", split=True, in_order=False, width=2048),
-        _compile_spec("topk_select_rows", split=False, in_order=False, width=2048),
-        _compile_spec("topk_select_rows_sorted", split=False, in_order=True, width=2048),
-        _compile_spec("merge_orders", keys=True, split=False, in_order=True, width=2048),
+        *(_compile_spec(f"topk_select_join_{p}", parts=p, sorted_by="none", registers=few) for p in JOIN_SIZES),
+        _compile_spec("topk_select_join_sorted", parts=32, sorted_by="score", registers=few),
+        _compile_spec("topk_select_rows", sorted_by="none", registers=REGISTERS),
+        _compile_spec("topk_select_rows_by_position", sorted_by="position", registers=REGISTERS),
+        _compile_spec("topk_select_rows_sorted", sorted_by="score", registers=REGISTERS),
+        _compile_spec("merge_orders", keys=True, sorted_by="score", registers=few),
+        _compile_spec("merge_orders_of_many", keys=True, sorted_by="score", registers=REGISTERS),
     ]
 
 
-def width_of(k: int) -> int:
-    return 512 if k <= 512 else MAX_K
-
-
 def chunks_of(rows: int, columns: int, processors: int) -> int:
-    """Programs a row is split over: enough to fill the GPU, none with less than a tile."""
-    wanted = -(-PROGRAMS_PER_SM * processors // max(rows, 1))
-    if wanted < 2 * PROGRAMS_PER_SM or columns <= CAPACITY:
+    """Programs that a row is split over: as many as there are processors for, none with less than a tile.
+
+    Joining costs a second kernel, so rows stay whole where that gains little.
+    """
+    wanted = min(processors // max(rows, 1), MAX_CHUNKS)
+    tiles = -(-columns // TILE)
+    if tiles < 16 or wanted < (4 if tiles < 64 else 2):
         return 1
-    return min(wanted, -(-columns // TILE), MAX_CHUNKS)
+    return min(wanted, tiles)
+
+
+def registers_of(programs: int, processors: int) -> int:
+    return REGISTERS if programs > processors else 2 * REGISTERS
+
+
+def parts_of(chunks: int) -> int:
+    """Pieces that the joining kernel reads side by side."""
+    return 1 if chunks == 1 else next(parts for parts in JOIN_SIZES if chunks <= parts)
 
 
 @torch.library.custom_op("cptools::topk_select", mutates_args=())
 def topk_select(
-    scores: Tensor, k: int, lengths: Tensor | None, in_order: bool, positions_dtype: torch.dtype
+    scores: Tensor, k: int, lengths: Tensor | None, sorted_by: str, positions_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`topk_select` of the reference for CUDA tensors, k <= MAX_K and rows of adjacent scores."""
     rows, columns = scores.shape
@@ -304,22 +275,22 @@ def topk_select(
             chunks = triton.cdiv(columns, chunk)
             segment_stride = min(chunk, CAPACITY)
             segments = torch.empty(rows * chunks * segment_stride, dtype=torch.int64, device=scores.device)
-            counts = torch.empty(rows * chunks, dtype=torch.int32, device=scores.device)
+            counts = torch.empty(rows * (chunks + 1), dtype=torch.int32, device=scores.device)
             _split_rows[(chunks, rows)](
                 scores, lengths, segments, counts, columns, scores.stride(0), k, chunk, segment_stride,
-                HAS_LENGTHS=lengths is not None, num_warps=WARPS,
+                HAS_LENGTHS=lengths is not None, num_warps=WARPS, num_stages=1, maxnreg=REGISTERS,
             )  # fmt: skip
         _select_rows[(programs,)](
             scores, lengths, segments, counts, workspace, positions, chosen,
             rows, columns, scores.stride(0), k, chunks, segment_stride,
-            HAS_LENGTHS=lengths is not None, KEYS=False, SPLIT=chunks > 1, SORTED=in_order, WIDTH=width_of(k),
-            num_warps=WARPS,
+            HAS_LENGTHS=lengths is not None, KEYS=False, PARTS=parts_of(chunks), SORTED=SORTED_BY.index(sorted_by),
+            num_warps=WARPS, num_stages=1, maxnreg=registers_of(programs, processors),
         )  # fmt: skip
     return positions, chosen
 
 
 @topk_select.register_fake
-def _(scores: Tensor, k: int, lengths: Tensor | None, in_order: bool, positions_dtype: torch.dtype):
+def _(scores: Tensor, k: int, lengths: Tensor | None, sorted_by: str, positions_dtype: torch.dtype):
     rows = scores.shape[0]
     return scores.new_empty((rows, k), dtype=positions_dtype), scores.new_empty((rows, k))
 
@@ -338,7 +309,8 @@ def merge_orders(keys: Tensor, k: int) -> Tensor:
         _select_rows[(programs,)](
             keys, None, workspace, workspace, workspace, merged, merged,
             rows, columns, keys.stride(0), k, 1, 0,
-            HAS_LENGTHS=False, KEYS=True, SPLIT=False, SORTED=True, WIDTH=width_of(k), num_warps=WARPS,
+            HAS_LENGTHS=False, KEYS=True, PARTS=1, SORTED=1,
+            num_warps=WARPS, num_stages=1, maxnreg=registers_of(programs, processors),
         )  # fmt: skip
     return merged
 
