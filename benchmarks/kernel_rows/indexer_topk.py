@@ -1,6 +1,8 @@
 """Indexer scores of FP8 queries and keys, 32 heads x 128, causal, and the fused selection of the 2048 best.
 
-Contiguous keys for prompts, shuffled pages of 64 for decode (other pages each launch, so that none is in L2).
+Contiguous keys for prompts, shuffled pages of 64 for decode (other pages each launch, so that none is in L2; where the
+keys of a step fit there, also the same pages each launch). Columns beyond a row are left undefined, as selections that
+take lengths allow.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ PROMPTS = ((2048, 131072, 2350.0), (4096, 32768, 1158.0), (8192, 65536, 4733.0))
 DECODES = ((1, 131072, 5.6), (32, 32768, 38.7), (64, 65536, 139.6))
 FUSED = ((2048, 131072, 2900.0), (2048, 1 << 20, None))
 FUSED_ORDERS: tuple[Literal["score", "none"], ...] = ("score", "none")
+L2_BYTES = 50 << 20
 POOL_BYTES = 300 << 20  # pages that decode launches take turns in, several times L2
 
 
@@ -60,7 +63,7 @@ def measured(run: Callable[[], object], *, launches: int, replays: int) -> tuple
 def scores_then_selection(
     query: Tensor, weights: Tensor, keys: IndexKeys, lens: Tensor, sorted_by: Literal["score", "none"], impl: str
 ) -> object:
-    scores = indexer_scores_fp8(query, weights, keys, kv_lens=lens, impl=impl)
+    scores = indexer_scores_fp8(query, weights, keys, kv_lens=lens, fill=False, impl=impl)
     return topk_select(scores, K, lengths=lens, sorted_by=sorted_by)
 
 
@@ -68,7 +71,7 @@ def prompt_rows(impl: str) -> Iterator[Row]:
     for queries, count, target in PROMPTS:
         query, weights, keys, lens = problem(queries, count)
 
-        run = functools.partial(indexer_scores_fp8, query, weights, keys, kv_lens=lens, impl=impl)
+        run = functools.partial(indexer_scores_fp8, query, weights, keys, kv_lens=lens, fill=False, impl=impl)
         poison = torch.full((queries, count), torch.nan, device="cuda")
         del poison
         error = error_of(run(), query, weights, keys.dequantized()[0], lens)
@@ -98,24 +101,23 @@ def decode_rows(impl: str) -> Iterator[Row]:
         sources = [IndexKeys.from_pages(pages, table, page_size=PAGE) for table in tables]
         query, weights, _, _ = problem(requests, PAGE)
         lens = torch.full((requests,), count, device="cuda")
-        turn = itertools.cycle(sources)
-        score = functools.partial(indexer_scores_fp8, query, weights, kv_lens=lens, impl=impl)
-        first = sources[0]
-        one = IndexKeys(first.values, first.scales, tables[0][:1])
-        scores = score(first)
-        error = error_of(scores[:1], query[:1], weights[:1], one.dequantized()[0], lens[:1])
-        median, spread = measured(lambda score=score, turn=turn: score(next(turn)), launches=8, replays=10)
-        yield Row(
-            kernel="indexer_scores, pages",
-            impl=choose_indexer_scores(query, first, impl=impl).impl,
-            shape=f"{requests} requests x {count} keys",
-            median_us=median,
-            spread_us=spread,
-            floor_us=floor_us(moved_bytes=requests * count * (FP8_INDEX.row_bytes + 4.0)),
-            target_us=target,
-            beyond_us=None,
-            error=error,
-        )
+        score = functools.partial(indexer_scores_fp8, query, weights, kv_lens=lens, fill=False, impl=impl)
+        one = IndexKeys(sources[0].values, sources[0].scales, tables[0][:1])
+        error = error_of(score(sources[0])[:1], query[:1], weights[:1], one.dequantized()[0], lens[:1])
+        for used in (sources, sources[:1]) if requests * count * DIM < L2_BYTES else (sources,):
+            turn = itertools.cycle(used)
+            median, spread = measured(lambda score=score, turn=turn: score(next(turn)), launches=8, replays=10)
+            yield Row(
+                kernel="indexer_scores, pages",
+                impl=choose_indexer_scores(query, sources[0], impl=impl).impl,
+                shape=f"{requests} requests x {count} keys{', in L2' if len(used) == 1 else ''}",
+                median_us=median,
+                spread_us=spread,
+                floor_us=floor_us(moved_bytes=requests * count * (FP8_INDEX.row_bytes + 4.0)),
+                target_us=target,
+                beyond_us=None,
+                error=error,
+            )
 
 
 def fused_rows(impl: str) -> Iterator[Row]:

@@ -92,6 +92,9 @@ def test_one_sequence_is_bit_equal_to_the_reference(impl: str, heads: int, rows:
         if columns is not None:
             wanted[:, :count] = expected[:, :columns]
         assert torch.equal(scores, wanted)
+    unfilled = indexer_scores_fp8(query, weights, keys, kv_lens=lens, fill=False, impl=impl)
+    seen = torch.arange(count, device="cuda") < lens.unsqueeze(1)
+    assert torch.equal(unfilled.where(seen, -math.inf), expected)
 
 
 @pytest.mark.parametrize("impl", KERNELS)

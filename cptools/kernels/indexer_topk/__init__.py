@@ -133,6 +133,7 @@ def indexer_scores_fp8(
     kv_lens: Tensor,
     key_starts: Tensor | None = None,
     columns: int | None = None,
+    fill: bool = True,
     impl: str = "auto",
 ) -> Tensor:
     """Scores of FP8 queries and keys -> float32 [T, columns], column = position in the row's sequence.
@@ -140,6 +141,7 @@ def indexer_scores_fp8(
     query [T, H, D] e4m3, its scale folded into weights [T, H] float32 (ReLU commutes with it). Row t sees the first
     ``kv_lens[t]`` keys of its sequence (integers [T]), -inf beyond. Its sequence starts at key ``key_starts[t]``, by
     default 0; in pages it is request ``t // (T // R)``. columns: by default what keys can hold; more of them are -inf.
+    fill=False leaves what is beyond a row's length undefined, for readers that take lengths, and saves a launch.
 
     Local, on the current stream; the kernels make no host sync and may be captured in a CUDA graph. impl: "auto" |
     "reference" | "triton" | "gluon"; `choose_indexer_scores` says what would run.
@@ -151,12 +153,13 @@ def indexer_scores_fp8(
         return fp8_reference.indexer_scores_fp8(
             query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, columns=columns
         )
-    from .triton import fill_beyond
-
     out = torch.empty(query.shape[0], columns, dtype=torch.float32, device=query.device)
     inside = out[:, : keys.capacity]  # the kernels look no further in a block table
     _score_fp8(chosen, inside, query.contiguous(), _weights(weights), keys, key_starts, kv_lens, 0)
-    fill_beyond(out, kv_lens, key_starts, keys.capacity)
+    if fill:
+        from .triton import fill_beyond
+
+        fill_beyond(out, kv_lens, key_starts, keys.capacity)
     return out
 
 
