@@ -54,6 +54,7 @@ def gather_sequences_kernel(
     position = block.to(tl.int64) * PAGE_SIZE + offset
     live = (offset < PAGE_SIZE) & (position < length)
     page = tl.load(tables + sequence * table_stride + block, mask=block.to(tl.int64) * PAGE_SIZE < length, other=-1)
+    page = page.to(tl.int64)
     # A page that does not exist reads zeros: raising would need a sync.
     used = live & (page >= 0) & (page < num_pages)
     slot = tl.where(used, page * PAGE_SIZE + offset, 0)
