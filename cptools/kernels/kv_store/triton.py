@@ -81,7 +81,7 @@ def move_rows_kernel(
 def word_bytes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> int:
     """Widest word that divides all sizes and strides (bytes) and the addresses and offsets of all uint8 tensors."""
     bounds = [*sizes, *(x.stride(0) for x in tensors if x.shape[0] > 1)]
-    bounds += [place for x in tensors for place in (x.data_ptr(), x.storage_offset())]
+    bounds += [place for x in tensors for place in (x.data_ptr(), int(x.storage_offset()))]
     return next(width for width in WORDS if all(bound % width == 0 for bound in bounds))
 
 
