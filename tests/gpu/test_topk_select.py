@@ -155,6 +155,15 @@ def test_merge_orders(columns: int, k: int) -> None:
     assert torch.equal(merge_orders(few, k, impl="triton"), merge_orders(few, k, impl="reference"))
 
 
+def test_nothing_to_select_from() -> None:
+    for shape in ((0, 7), (2, 0)):
+        positions, chosen = topk_select(torch.empty(shape, device="cuda"), 3, impl="triton")
+        assert positions.tolist() == [[-1] * 3] * shape[0]
+        assert chosen.tolist() == [[-INF] * 3] * shape[0]
+        merged = merge_orders(torch.empty(shape, dtype=torch.int64, device="cuda"), 3, impl="triton")
+        assert merged.tolist() == [[INVALID] * 3] * shape[0]
+
+
 @pytest.mark.parametrize("shape", [(1, 131072), (140, 20000)])
 def test_graph_replay_with_changed_contents(shape: tuple[int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(1)

@@ -23,13 +23,15 @@ __all__ = [
 
 MAX_K = 2048
 """Largest k of the Triton kernel."""
+MAX_COLUMNS = 2**31 - 2**14
+"""Longest row of the Triton kernel, which counts in int32."""
 
 
 def _triton_obstacle(rows: Tensor, k: int) -> str | None:
     if rows.device.type == "cuda" and k > MAX_K:
         return f"k is {k}, more than {MAX_K}"
-    if rows.device.type == "cuda" and rows.dim() == 2 and rows.shape[1] >= 2**31:
-        return f"rows of {rows.shape[1]} columns, more than int32 counts"
+    if rows.device.type == "cuda" and rows.dim() == 2 and rows.shape[1] > MAX_COLUMNS:
+        return f"rows of {rows.shape[1]} columns, more than {MAX_COLUMNS}"
     return implementations.triton_obstacle(rows.device)
 
 

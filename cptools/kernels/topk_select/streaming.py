@@ -92,7 +92,7 @@ def copy_scores(buffer, row, stop):
 
 @triton.jit
 def stream_keys(shared, buffer, row, stop, k):
-    """`_stream_scores` for keys, from the lowest on."""
+    """`stream_scores` for keys, from the lowest on."""
     set_counter(shared, 0)
     low = tl.full((), _INVALID + 1, tl.int64)
     shift = tl.full((), _ALL, tl.int32)

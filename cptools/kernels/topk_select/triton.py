@@ -262,8 +262,8 @@ def topk_select(
     rows, columns = scores.shape
     positions = torch.empty(rows, k, dtype=positions_dtype, device=scores.device)
     chosen = torch.empty(rows, k, dtype=torch.float32, device=scores.device)
-    if rows == 0:
-        return positions, chosen
+    if 0 in scores.shape:
+        return positions.fill_(-1), chosen.fill_(-torch.inf)
     processors = torch.cuda.get_device_properties(scores.device).multi_processor_count
     chunks = chunks_of(rows, columns, processors)
     programs = min(rows, PROGRAMS_PER_SM * processors)
@@ -300,8 +300,8 @@ def merge_orders(keys: Tensor, k: int) -> Tensor:
     """`merge_orders` of the reference for CUDA tensors, k <= MAX_K and rows of adjacent keys."""
     rows, columns = keys.shape
     merged = torch.empty(rows, k, dtype=torch.int64, device=keys.device)
-    if rows == 0:
-        return merged
+    if 0 in keys.shape:
+        return merged.fill_(_INVALID.value)
     processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
     programs = min(rows, PROGRAMS_PER_SM * processors)
     workspace = torch.empty(programs * CAPACITY, dtype=torch.int64, device=keys.device)
