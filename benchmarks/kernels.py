@@ -16,7 +16,7 @@ import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Iterator
+import traceback
 from pathlib import Path
 
 import torch
@@ -27,10 +27,11 @@ from benchmarks.gpu_timing import Row
 HEADER = f"{'kernel':<28}{'impl':<10}{'shape':<44}{'us':>9}{'floor':>9}{'ratio':>7}{'target':>9}  met  {'error':>8}"
 
 
-def measured(only: list[str]) -> Iterator[Row]:
-    for module in pkgutil.iter_modules(benchmarks.kernel_rows.__path__):
-        if not only or module.name in only:
-            yield from importlib.import_module(f"benchmarks.kernel_rows.{module.name}").rows()
+def modules(only: list[str]) -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.kernel_rows.__path__)]
+    if unknown := set(only) - set(names):
+        raise SystemExit(f"--only {', '.join(sorted(unknown))}: not among {', '.join(names)}")
+    return only or names
 
 
 def line(row: Row) -> str:
@@ -40,6 +41,14 @@ def line(row: Row) -> str:
         f"{row.kernel:<28}{row.impl:<10}{row.shape:<44}{row.median_us:>9.1f}{row.floor_us:>9.1f}"
         f"{row.median_us / row.floor_us:>7.1f}{target:>9}  {met:<4} {row.error:>8.1e}"
     )
+
+
+def write(file: Path, rows: list[dict[str, object]]) -> None:
+    """Put rows in the file in place of older ones of the same kernels."""
+    measured = {row["kernel"] for row in rows}
+    kept = json.loads(file.read_text()) if file.exists() else []
+    kept = [row for row in kept if row["kernel"] not in measured]
+    file.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*kept, *rows]) + "\n]\n")
 
 
 def main() -> int:
@@ -59,15 +68,19 @@ def main() -> int:
         "triton": triton.__version__,
     }
     print(about, HEADER, sep="\n")
-    rows = []
-    for row in measured([name for name in arguments.only.split(",") if name]):
-        print(line(row), flush=True)
-        rows.append({**dataclasses.asdict(row), "met": row.met, **about})
-    if arguments.out:
-        kept = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        done = {row["kernel"] for row in rows}
-        arguments.out.write_text(json.dumps([*(r for r in kept if r["kernel"] not in done), *rows], indent=1) + "\n")
-    return 0
+    failed = 0
+    for name in modules([name for name in arguments.only.split(",") if name]):
+        rows: list[dict[str, object]] = []
+        try:
+            for row in importlib.import_module(f"benchmarks.kernel_rows.{name}").rows():
+                print(line(row), flush=True)
+                rows.append({**dataclasses.asdict(row), "met": row.met, **about})
+        except Exception:  # one kernel's trouble must not cost the figures of the others
+            traceback.print_exc()
+            failed = 1
+        if arguments.out and rows:
+            write(arguments.out, rows)
+    return failed
 
 
 if __name__ == "__main__":

@@ -142,8 +142,7 @@ class LSEMerge:
 
 def _merge(parts: Sequence[Partial]) -> Partial:
     # Not merge_partials, which raises on +inf.
-    out, lse = merge_states([p.out for p in parts], [p.lse for p in parts])
-    return Partial(out.to(parts[0].out.dtype), lse)
+    return Partial(*merge_states([p.out for p in parts], [p.lse for p in parts], out_dtype=parts[0].out.dtype))
 
 
 def _pack(partial: Partial) -> Tensor:

@@ -101,6 +101,6 @@ def merge_partials(partials: Sequence[Partial]) -> Partial:
             )
         if partial.lse.device.type == "cpu" and (count := int(torch.isposinf(partial.lse).sum())):
             raise ValueError(f"partial {i} has lse=+inf in {count} of {partial.lse.numel()} places")
-    out, lse = merge_states([p.out for p in partials], [p.lse for p in partials])
     dtypes = {p.out.dtype for p in partials}
-    return Partial(out.to(dtypes.pop() if len(dtypes) == 1 else torch.float32), lse)
+    out_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return Partial(*merge_states([p.out for p in partials], [p.lse for p in partials], out_dtype=out_dtype))
