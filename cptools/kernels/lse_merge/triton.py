@@ -241,14 +241,13 @@ def merge(
     outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Merge any number of parts; see ``cptools.kernels.lse_merge.merge_states``."""
-    if len(outs) > MAX_PARTS and isinstance(outs, Tensor) and isinstance(lses, Tensor):
-        out, lse = merge_stacked(outs, lses, out_dtype)
+    if len(outs) <= MAX_PARTS:
+        out, lse = merge_parts(list(outs), list(lses), out_dtype)
         return out, lse
-    outs, lses = list(outs), list(lses)
-    while len(outs) > MAX_PARTS:
-        out, lse = merge_parts(outs[:MAX_PARTS], lses[:MAX_PARTS], torch.float32)
-        outs, lses = [out, *outs[MAX_PARTS:]], [lse, *lses[MAX_PARTS:]]
-    out, lse = merge_parts(outs, lses, out_dtype)
+    # A copy rather than a chain of merges: a merged lse is rounded, and weights made from it are too.
+    stacked = outs if isinstance(outs, Tensor) else torch.stack([part.float() for part in outs])
+    stacked_lse = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    out, lse = merge_stacked(stacked, stacked_lse, out_dtype)
     return out, lse
 
 
