@@ -32,7 +32,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _GLUON_HEADS = (32, 64)
 _GLUON_DIM = 128
 _GLUON_TILE = 64
-_TRITON_DIM = 256
+_TRITON_DIM = 256  # the widest query that a program holds at once
 _FEW_ROWS = 256
 _LIST_MAX_K = 2048
 

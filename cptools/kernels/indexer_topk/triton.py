@@ -14,7 +14,6 @@ from torch import Tensor
 from ..compile_spec import CompileSpec
 from . import keep_triton
 
-"""Widest query that a program holds at once."""
 _BLOCK = 128
 _CARRY_BLOCK = 1024
 _FILL_BLOCK = 4096
