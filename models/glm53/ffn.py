@@ -21,7 +21,7 @@ BLOCK_ROWS = 2048
 def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config) -> Tensor:
     """u [T, hidden] -> [T, hidden]."""
     if isinstance(w, DenseFFNWeights):
-        return swiglu(u, w.gate, w.up, w.down)
+        return _swiglu(u, w.gate_up, w.down)
     out = torch.empty_like(u)
     for start in range(0, u.shape[0], BLOCK_ROWS):
         block = slice(start, start + BLOCK_ROWS)
@@ -49,6 +49,11 @@ def _mixture(u: Tensor, w: MoEWeights, config: GLM53Config) -> Tensor:
     counts = torch.bincount(experts.flatten(), minlength=config.n_routed_experts).tolist()
     for expert, own in enumerate(torch.split(pairs, counts)):
         if len(own):
-            outputs[own] = swiglu(u[own // k], w.gate[expert], w.up[expert], w.down[expert])
+            outputs[own] = _swiglu(u[own // k], w.gate_up[expert], w.down[expert])
     weighted = outputs.unflatten(0, (tokens, k)) * gates.to(u.dtype).unsqueeze(2)
-    return sum_columns(weighted) + swiglu(u, w.shared.gate, w.shared.up, w.shared.down)
+    return sum_columns(weighted) + _swiglu(u, w.shared.gate_up, w.shared.down)
+
+
+def _swiglu(u: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2)
+    return swiglu(u, gate, up, down)

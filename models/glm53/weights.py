@@ -52,8 +52,7 @@ class IndexerWeights:
 
 @dataclass(frozen=True, eq=False)
 class DenseFFNWeights:
-    gate: Tensor  # [width, hidden]
-    up: Tensor  # [width, hidden]
+    gate_up: Tensor  # [2 * width, hidden]: one product makes both, gate first
     down: Tensor  # [hidden, width]
 
 
@@ -61,8 +60,7 @@ class DenseFFNWeights:
 class MoEWeights:
     router: Tensor  # [experts, hidden], always fp32
     bias: Tensor  # [experts], always fp32; it selects experts and does not weigh them
-    gate: Tensor  # [experts, width, hidden]
-    up: Tensor  # [experts, width, hidden]
+    gate_up: Tensor  # [experts, 2 * width, hidden], gate first
     down: Tensor  # [experts, hidden, width]
     shared: DenseFFNWeights
 
@@ -261,27 +259,27 @@ class _Checkpoint:
 
     def dense_ffn(self, prefix: str) -> DenseFFNWeights:
         return DenseFFNWeights(
-            gate=self.read(prefix + "gate_proj.weight"),
-            up=self.read(prefix + "up_proj.weight"),
+            gate_up=self.stack([prefix + "gate_proj.weight", prefix + "up_proj.weight"]).flatten(0, 1),
             down=self.read(prefix + "down_proj.weight"),
         )
 
     def moe(self, prefix: str) -> MoEWeights:
+        experts = [f"{prefix}experts.{expert}." for expert in range(self.config.n_routed_experts)]
         return MoEWeights(
             router=self.read(prefix + "gate.weight", torch.float32),
             bias=self.read(prefix + "gate.e_score_correction_bias", torch.float32),
-            gate=self.experts(prefix, "gate_proj.weight"),
-            up=self.experts(prefix, "up_proj.weight"),
-            down=self.experts(prefix, "down_proj.weight"),
+            gate_up=self.stack([f"{expert}{name}_proj.weight" for expert in experts for name in ("gate", "up")])
+            .unflatten(0, (-1, 2))
+            .flatten(1, 2),
+            down=self.stack([expert + "down_proj.weight" for expert in experts]),
             shared=self.dense_ffn(prefix + "shared_experts."),
         )
 
-    def experts(self, prefix: str, name: str) -> Tensor:
-        names = [f"{prefix}experts.{expert}.{name}" for expert in range(self.config.n_routed_experts)]
-        # In place, so that the peak is the stack and one expert rather than twice the stack.
+    def stack(self, names: Sequence[str]) -> Tensor:
+        """Tensors of one shape, stacked. In place, so that the peak is the stack and one of them."""
         stack = torch.empty((len(names), *self.shapes[names[0]]), dtype=self.dtype, device=self.device)
-        for out, expert_name in zip(stack, names, strict=True):
-            self.read_into_(out, expert_name)
+        for out, name in zip(stack, names, strict=True):
+            self.read_into_(out, name)
         return stack
 
     def mtp(self, layer: LayerWeights) -> MTPWeights:

@@ -76,13 +76,13 @@ def layer_by_released_name(layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
         yield "self_attn.indexer.k_norm.bias", indexer.k_norm_bias
         yield "self_attn.indexer.weights_proj.weight", indexer.weights_proj
     if isinstance(ffn, DenseFFNWeights):
-        yield from swiglu_by_released_name("mlp.", ffn.gate, ffn.up, ffn.down)
+        yield from swiglu_by_released_name("mlp.", *ffn.gate_up.chunk(2), ffn.down)
     else:
         yield "mlp.gate.weight", ffn.router
         yield "mlp.gate.e_score_correction_bias", ffn.bias
-        for expert, matrices in enumerate(zip(ffn.gate, ffn.up, ffn.down, strict=True)):
+        for expert, matrices in enumerate(zip(*ffn.gate_up.chunk(2, dim=1), ffn.down, strict=True)):
             yield from swiglu_by_released_name(f"mlp.experts.{expert}.", *matrices)
-        yield from swiglu_by_released_name("mlp.shared_experts.", ffn.shared.gate, ffn.shared.up, ffn.shared.down)
+        yield from swiglu_by_released_name("mlp.shared_experts.", *ffn.shared.gate_up.chunk(2), ffn.shared.down)
 
 
 def swiglu_by_released_name(prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -226,7 +226,7 @@ def test_what_decides_stays_fp32(tmp_path: Path) -> None:
     assert layer.indexer is not None
     for value in (layer.ffn.router, layer.ffn.bias, layer.indexer.weights_proj):
         assert value.dtype == torch.float32
-    for value in (layer.ffn.gate, layer.ffn.shared.down, layer.attention.w_uk, layer.indexer.k_norm_bias):
+    for value in (layer.ffn.gate_up, layer.ffn.shared.down, layer.attention.w_uk, layer.indexer.k_norm_bias):
         assert value.dtype == torch.bfloat16
         assert value.is_contiguous()
 
