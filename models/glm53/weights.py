@@ -19,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .block_fp8 import dequantise_blocks, quantise_blocks, scale_name, scale_shape
+from cptools.kernels.block_fp8 import dequantise_blocks, quantise_blocks, scale_shape
+
+from .block_fp8 import scale_name
 from .config import GLM53Config
 
 Shape = tuple[int, ...]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cptools.kernels.block_fp8 import dequantise_blocks, quantise_blocks, scale_shape
 from models.glm53 import GLM53Config
-from models.glm53.block_fp8 import dequantise_blocks, quantise_blocks, scale_shape
 from models.glm53.weights import (
     DenseFFNWeights,
     LayerWeights,

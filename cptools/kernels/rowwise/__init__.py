@@ -4,14 +4,12 @@ The reference computes in fixed row tiles, so that a row's bits depend on that r
 devices the same functions run torch's own kernels on whole tensors.
 """
 
+from ..row_tiles import ROW_TILE, WIDTH_MULTIPLE, pad_widths
 from .reference import (
-    ROW_TILE,
-    WIDTH_MULTIPLE,
     RopeAngles,
     head_linear,
     layer_norm,
     linear,
-    pad_widths,
     rms_norm,
     rope_interleaved,
     silu,

@@ -1,57 +1,18 @@
 """Row-wise operations whose result for a row does not depend on the other rows, nor on how many there are.
 
-A BLAS picks its kernel, and with it the order of summation, by the shape of the call. So on the CPU every product and
-every reduction here is made in tiles of exactly ``ROW_TILE`` rows, a short last tile padded with zeros. Transcendental
-functions are built on ``torch.exp`` over whole tiles, because ``torch.sigmoid`` and ``silu`` treat the tail of a tensor
-differently from its body. Other devices compute the whole tensor at once and are held to tolerances.
+On the CPU they work on row tiles. Transcendental functions are built on ``torch.exp`` over whole tiles, because
+``torch.sigmoid`` and ``silu`` treat the tail of a tensor differently from its body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ROW_TILE = 64
-WIDTH_MULTIPLE = 16
-_ALIGN = 64  # bytes; BLAS results may depend on the alignment of their operands
-
-
-def pad_widths(x: Tensor, *dims: int) -> Tensor:
-    """Zeros behind the given dims of x up to multiples of ``WIDTH_MULTIPLE``; x itself where nothing lacks.
-
-    In a product of narrow matrices of odd width, MKL computes the last rows of a tile in another way than the others
-    (seen with 2 to 11 outputs); the zeros add nothing to a sum.
-    """
-    shape = list(x.shape)
-    for dim in dims:
-        shape[dim] += -shape[dim] % WIDTH_MULTIPLE
-    if shape == list(x.shape):
-        return x
-    padded = x.new_zeros(shape)
-    padded[tuple(slice(size) for size in x.shape)] = x
-    return padded
-
-
-def _tiles(x: Tensor, width: int, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-    """Apply fn: [ROW_TILE, D] -> [ROW_TILE, width] over the rows of x [T, D]; result [T, width]."""
-    if x.device.type != "cpu":
-        return fn(x)
-    x = x.contiguous()
-    if x.data_ptr() % _ALIGN:
-        x = x.clone()
-    rows = x.shape[0]
-    out = torch.empty(rows, width, dtype=dtype)
-    whole = rows - rows % ROW_TILE
-    for start in range(0, whole, ROW_TILE):
-        out[start : start + ROW_TILE] = fn(x[start : start + ROW_TILE])
-    if whole < rows:
-        last = x.new_zeros(ROW_TILE, x.shape[1])
-        last[: rows - whole] = x[whole:]
-        out[whole:] = fn(last)[: rows - whole]
-    return out
+from ..block_fp8 import BlockFP8, block_fp8_linear
+from ..row_tiles import in_tiles, pad_widths, tiled_product
 
 
 def _check(x: Tensor, width: int, name: str) -> None:
@@ -59,13 +20,15 @@ def _check(x: Tensor, width: int, name: str) -> None:
         raise ValueError(f"{name}: rows must be [T, {width}], got {tuple(x.shape)}")
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D] times weight [O, D] transposed -> [T, O] in x's dtype."""
+def linear(x: Tensor, weight: Tensor | BlockFP8) -> Tensor:
+    """x [T, D] times weight [O, D] transposed -> [T, O] in x's dtype.
+
+    Rows of x are rounded to e4m3 where the weight is block-FP8; see `block_fp8_linear`.
+    """
     _check(x, weight.shape[1], "linear")
-    outputs = weight.shape[0]
-    if x.device.type == "cpu":
-        x, weight = pad_widths(x, 1), pad_widths(weight, 0, 1)
-    return _tiles(x, outputs, lambda tile: torch.mm(tile, weight.t())[:, :outputs], x.dtype)
+    if isinstance(weight, BlockFP8):
+        return block_fp8_linear(x, weight)
+    return tiled_product(x, weight)
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -82,7 +45,7 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
         mixed = torch.bmm(by_head, weight)[:, :, :width]
         return mixed.transpose(0, 1).flatten(1)
 
-    return _tiles(x.flatten(1), heads * width, product, x.dtype).view(x.shape[0], heads, width)
+    return in_tiles(x.flatten(1), heads * width, product, x.dtype).view(x.shape[0], heads, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,13 +57,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * (wide * scale).to(tile.dtype)
 
-    return _tiles(x, x.shape[1], norm, x.dtype)
+    return in_tiles(x, x.shape[1], norm, x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm with affine part over the last dim of x [T, D]."""
     _check(x, weight.shape[0], "layer_norm")
-    return _tiles(
+    return in_tiles(
         x, x.shape[1], lambda tile: torch.nn.functional.layer_norm(tile, weight.shape, weight, bias, eps), x.dtype
     )
 
@@ -119,8 +82,8 @@ class RopeAngles:
         frequencies = 1.0 / (theta ** (steps / dim))
         column = positions.to(torch.float32).unsqueeze(1)
         half = dim // 2
-        cos = _tiles(column, half, lambda tile: torch.cos(tile * frequencies), torch.float32)
-        sin = _tiles(column, half, lambda tile: torch.sin(tile * frequencies), torch.float32)
+        cos = in_tiles(column, half, lambda tile: torch.cos(tile * frequencies), torch.float32)
+        sin = in_tiles(column, half, lambda tile: torch.sin(tile * frequencies), torch.float32)
         return cls(cos, sin)
 
     def __getitem__(self, rows: slice) -> RopeAngles:
@@ -151,7 +114,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     def product(tile: Tensor) -> Tensor:
         return ((silu(tile @ gate.t()) * (tile @ up.t())) @ down.t())[:, :outputs]
 
-    return _tiles(x, outputs, product, x.dtype)
+    return in_tiles(x, outputs, product, x.dtype)
 
 
 def sum_columns(x: Tensor) -> Tensor:
