@@ -1,4 +1,4 @@
-"""Released GLM-5.3 checkpoints: the tensors they hold, and reading and writing them.
+"""Reading a checkpoint directory.
 
 FP32, BF16 and block-FP8 checkpoints read alike: a tensor's own dtype decides, since ``modules_to_not_convert`` of the
 released config.json names modules that do not exist.
@@ -8,143 +8,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from cptools.kernels.block_fp8 import dequantise_blocks, quantise_blocks, scale_shape
+from cptools.kernels.block_fp8 import dequantise_blocks, scale_shape
 
-from .block_fp8 import scale_name
-from .config import GLM53Config
-
-Shape = tuple[int, ...]
-# What the released block-FP8 build leaves in BF16, besides everything that is not a matrix.
-_UNQUANTISED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight", "eh_proj.weight")
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionWeights:
-    """MLA of one layer, ``kv_b_proj`` already split per head for the absorbed form."""
-
-    q_a: Tensor  # [q_lora_rank, hidden]
-    q_a_norm: Tensor
-    q_b: Tensor  # [heads * (nope + rope), q_lora_rank], per head nope then rope
-    kv_a: Tensor  # [latent + rope, hidden]
-    kv_a_norm: Tensor
-    w_uk: Tensor  # [heads, nope, latent]
-    w_uv: Tensor  # [heads, v, latent]
-    o: Tensor  # [hidden, heads * v]
-
-
-@dataclass(frozen=True, eq=False)
-class IndexerWeights:
-    wq_b: Tensor  # [index_heads * index_dim, q_lora_rank]
-    wk: Tensor  # [index_dim, hidden]
-    k_norm_weight: Tensor
-    k_norm_bias: Tensor
-    weights_proj: Tensor  # [index_heads, hidden], always fp32
-
-
-@dataclass(frozen=True, eq=False)
-class DenseFFNWeights:
-    gate_up: Tensor  # [2 * width, hidden]: one product makes both, gate first
-    down: Tensor  # [hidden, width]
-
-
-@dataclass(frozen=True, eq=False)
-class MoEWeights:
-    router: Tensor  # [experts, hidden], always fp32
-    bias: Tensor  # [experts], always fp32; it selects experts and does not weigh them
-    gate_up: Tensor  # [experts, 2 * width, hidden], gate first
-    down: Tensor  # [experts, hidden, width]
-    shared: DenseFFNWeights
-
-
-@dataclass(frozen=True, eq=False)
-class LayerWeights:
-    input_norm: Tensor
-    post_attention_norm: Tensor
-    attention: AttentionWeights
-    indexer: IndexerWeights | None  # None: the layer uses an earlier layer's top-k
-    ffn: DenseFFNWeights | MoEWeights
-
-
-@dataclass(frozen=True, eq=False)
-class MTPWeights:
-    enorm: Tensor
-    hnorm: Tensor
-    eh_proj: Tensor  # [hidden, 2 * hidden], embedding half first
-    layer: LayerWeights
-    norm: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ModelWeights:
-    embed: Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    lm_head: Tensor  # [vocab, hidden]
-    mtp: MTPWeights | None
-
-
-def expected_tensors(config: GLM53Config) -> dict[str, Shape]:
-    """Released names and shapes of all parameters; scales of block-FP8 matrices are not among them."""
-    h = config.hidden_size
-    shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config.vocab_size, h),
-        "model.norm.weight": (h,),
-        "lm_head.weight": (config.vocab_size, h),
-    }
-    for layer in range(config.num_cache_layers):
-        prefix = f"model.layers.{layer}."
-        shapes |= {prefix + name: shape for name, shape in _layer_tensors(config, layer)}
-    return shapes
-
-
-def _layer_tensors(config: GLM53Config, layer: int) -> Iterator[tuple[str, Shape]]:
-    h, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    yield "input_layernorm.weight", (h,)
-    yield "post_attention_layernorm.weight", (h,)
-    yield "self_attn.q_a_proj.weight", (config.q_lora_rank, h)
-    yield "self_attn.q_a_layernorm.weight", (config.q_lora_rank,)
-    yield "self_attn.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank)
-    yield "self_attn.kv_a_proj_with_mqa.weight", (latent + config.qk_rope_head_dim, h)
-    yield "self_attn.kv_a_layernorm.weight", (latent,)
-    yield "self_attn.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
-    yield "self_attn.o_proj.weight", (h, heads * config.v_head_dim)
-    if config.is_full(layer):
-        yield "self_attn.indexer.wq_b.weight", (config.index_n_heads * config.index_head_dim, config.q_lora_rank)
-        yield "self_attn.indexer.wk.weight", (config.index_head_dim, h)
-        yield "self_attn.indexer.k_norm.weight", (config.index_head_dim,)
-        yield "self_attn.indexer.k_norm.bias", (config.index_head_dim,)
-        yield "self_attn.indexer.weights_proj.weight", (config.index_n_heads, h)
-    if config.is_sparse(layer):
-        yield "mlp.gate.weight", (config.n_routed_experts, h)
-        yield "mlp.gate.e_score_correction_bias", (config.n_routed_experts,)
-        for expert in range(config.n_routed_experts):
-            yield from _swiglu_tensors(f"mlp.experts.{expert}.", h, config.moe_intermediate_size)
-        # Several shared experts are stored as one wide one.
-        yield from _swiglu_tensors("mlp.shared_experts.", h, config.moe_intermediate_size * config.n_shared_experts)
-    else:
-        yield from _swiglu_tensors("mlp.", h, config.intermediate_size)
-    if layer == config.num_hidden_layers:
-        yield "enorm.weight", (h,)
-        yield "hnorm.weight", (h,)
-        yield "eh_proj.weight", (h, 2 * h)
-        yield "shared_head.norm.weight", (h,)
-
-
-def _swiglu_tensors(prefix: str, hidden: int, width: int) -> Iterator[tuple[str, Shape]]:
-    yield prefix + "gate_proj.weight", (width, hidden)
-    yield prefix + "up_proj.weight", (width, hidden)
-    yield prefix + "down_proj.weight", (hidden, width)
+from ..config import GLM53Config
+from .model_weights import (
+    AttentionWeights,
+    DenseFFNWeights,
+    IndexerWeights,
+    LayerWeights,
+    ModelWeights,
+    MoEWeights,
+    MTPWeights,
+)
+from .released import Shape, expected_tensors, scale_name
 
 
 def load_weights(
@@ -324,49 +209,3 @@ def _faults(
         elif name not in shapes and not name.endswith("rotary_emb.inv_freq"):
             faults.append(f"{name} is unexpected")
     return faults
-
-
-def save_checkpoint(path: str | Path, config: GLM53Config, tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors of released names into ``path``, which is created."""
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    description = config.to_dict()
-    description["dtype"] = str(tensors["lm_head.weight"].dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def random_tensors(config: GLM53Config, *, seed: int, fp8: bool = False) -> dict[str, Tensor]:
-    """A checkpoint of random weights whose gains are near one, so that routing and every layer matter.
-
-    fp32 by default; with ``fp8`` the dtypes of the released block-FP8 build, for which the config needs a
-    ``weight_block_size``.
-    """
-    if fp8 and config.weight_block_size is None:
-        raise ValueError("fp8=True needs a weight_block_size, the config has None")
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, Tensor] = {}
-    for name, shape in expected_tensors(config).items():
-        value = torch.randn(shape, generator=generator)
-        if name.endswith("bias"):
-            value *= 0.1
-        elif len(shape) == 1:
-            value = 1 + 0.1 * value
-        elif name != "model.embed_tokens.weight":
-            value *= shape[-1] ** -0.5
-        tensors |= _as_released_fp8(name, value, config.weight_block_size) if fp8 else {name: value}
-    return tensors
-
-
-def _as_released_fp8(name: str, value: Tensor, block: tuple[int, int] | None) -> dict[str, Tensor]:
-    if block is not None and is_released_as_fp8(name, value.shape):
-        quantised, scale = quantise_blocks(value, block)
-        return {name: quantised, scale_name(name): scale}
-    keeps_fp32 = name.endswith("e_score_correction_bias")
-    return {name: value if keeps_fp32 else value.to(torch.bfloat16)}
-
-
-def is_released_as_fp8(name: str, shape: Sequence[int]) -> bool:
-    """Whether the released block-FP8 build quantises this parameter."""
-    return len(shape) == 2 and not name.endswith(_UNQUANTISED)
