@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cptools.formats import MlaRows
+from cptools.cp_kv import NewLatents
 from cptools.kernels.dense_mha import dense_mha
 from cptools.kernels.rowwise import RopeAngles, head_linear, linear, rms_norm, rope_interleaved
 
@@ -19,11 +19,10 @@ from .config import GLM53Config
 from .weights import AttentionWeights
 
 
-def mla_rows(u: Tensor, w: AttentionWeights, angles: RopeAngles, config: GLM53Config, row_format: MlaRows) -> Tensor:
-    """Cache rows of the normed layer input u [T, hidden] -> uint8 [T, row_bytes]."""
-    c = linear(u, w.kv_a)
-    c_kv, k_pe = c.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
-    return row_format.pack(rms_norm(c_kv, w.kv_a_norm, config.latent_norm_eps), rope_interleaved(k_pe, angles))
+def new_latents(u: Tensor, w: AttentionWeights, config: GLM53Config) -> NewLatents:
+    """What the cache keeps of the normed layer input u [T, hidden], before norm and rotation."""
+    c_kv, k_pe = linear(u, w.kv_a).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
+    return NewLatents(c_kv, k_pe, w.kv_a_norm, config.latent_norm_eps)
 
 
 def query_residual(u: Tensor, w: AttentionWeights, config: GLM53Config) -> Tensor:
@@ -44,7 +43,7 @@ def absorb(q_nope: Tensor, q_pe: Tensor, w: AttentionWeights) -> Tensor:
 
 
 def output(latent: Tensor, w: AttentionWeights) -> Tensor:
-    """Attended latents [T, H, latent] float32 -> [T, hidden]."""
+    """Attended latents [T, H, latent], floats -> [T, hidden]."""
     values = head_linear(latent.to(w.o.dtype), w.w_uv.transpose(1, 2))
     return linear(values.flatten(1), w.o)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cptools.cp_kv import KVStep
 from cptools.kernels.rowwise import RopeAngles, rms_norm
+from cptools.layer_context import Selection
 from cptools.step_plan import StepPlan
 
 from . import attention, indexer
@@ -28,17 +29,23 @@ class Pass:
     config: GLM53Config
     step: KVStep
     angles: RopeAngles
-    selected: Tensor
-    """int64 [local rows, index_topk]: positions each row attends to, ascending, then -1. Set by full layers, read by
-    the layers that share their indexer; all -1 for rows on the dense path."""
-    observer: SelectionObserver | None = None
+    selected: Selection
+    """[local rows, index_topk]: what each row attends to. Set by full layers, read by the layers that share their
+    indexer; nothing for rows on the dense path."""
+    observer: Callable[[int, Tensor, Tensor], None] | None = None
 
 
-def make_pass(config: GLM53Config, step: KVStep, observer: SelectionObserver | None = None) -> Pass:
-    positions = step.plan.positions.to(step.cache.device)
-    angles = RopeAngles.at(positions, config.qk_rope_head_dim, config.rope_theta)
-    selected = torch.full((len(positions), config.index_topk), -1, dtype=torch.int64, device=positions.device)
-    return Pass(config, step, angles, selected, observer)
+def make_pass(
+    config: GLM53Config, step: KVStep, observer: SelectionObserver | None = None, plan: StepPlan | None = None
+) -> Pass:
+    """A pass over a step; an observer is told ``plan``, which must then be given."""
+    angles = RopeAngles.at(step.positions, config.qk_rope_head_dim, config.rope_theta)
+    selected = Selection.empty(len(step.positions), config.index_topk, step.positions.device)
+    if observer is None:
+        return Pass(config, step, angles, selected)
+    if plan is None:
+        raise ValueError("make_pass: an observer needs the plan of the step")
+    return Pass(config, step, angles, selected, lambda layer, *chosen: observer(layer, plan, *chosen))
 
 
 def decoder_block(x: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
@@ -49,11 +56,9 @@ def decoder_block(x: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
 
 
 def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
-    config, step, angles, cache = run.config, run.step, run.angles, run.step.cache
-    new_index_rows = None
-    if w.indexer is not None:
-        new_index_rows = indexer.index_rows(u, w.indexer, angles, config, cache.index)
-    step.append(layer, attention.mla_rows(u, w.attention, angles, config, cache.mla), new_index_rows)
+    config, step, angles = run.config, run.step, run.angles
+    keys = None if w.indexer is None else indexer.new_keys(u, w.indexer)
+    step.append(layer, angles, attention.new_latents(u, w.attention, config), keys)
 
     out = torch.empty_like(u)
     with step.context(layer, with_index=w.indexer is not None) as context:
@@ -63,16 +68,16 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
             q_nope, q_pe = attention.query_heads(qr, w.attention, angles[rows], config)
             if block.path == "dense":
                 sequence = context.prompt_sequence(block.request)
-                lens = step.kv_lens[rows]
+                lens = step.prompt.kv_lens[rows]
                 out[rows] = attention.dense_output(q_nope, q_pe, sequence, lens, w.attention, config)
                 continue
             if w.indexer is not None:
                 query, weights = indexer.index_query(qr, u[rows], w.indexer, angles[rows], config)
-                run.selected[rows] = context.select(block, query, weights, config.index_topk)
+                context.select(block, query, weights, run.selected[rows])
             query = attention.absorb(q_nope, q_pe, w.attention)
             latent = context.attend(block, query, run.selected[rows], scale=config.softmax_scale)
             out[rows] = attention.output(latent, w.attention)
     if run.observer is not None:
-        prompt_rows = step.plan.prompt_rows
-        run.observer(layer, step.plan, run.selected[:prompt_rows], run.selected[prompt_rows:])
+        prompt_rows = step.prompt.rows
+        run.observer(layer, run.selected.positions[:prompt_rows], run.selected.positions[prompt_rows:])
     return out

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cptools.formats import IndexRows
-from cptools.kernels.rowwise import RopeAngles, layer_norm, linear, rope_interleaved
+from cptools.cp_kv import NewKeys
+from cptools.kernels.rowwise import RopeAngles, linear, rope_interleaved
 
 from .config import GLM53Config
 from .weights import IndexerWeights
@@ -18,10 +18,9 @@ from .weights import IndexerWeights
 KEY_NORM_EPS = 1e-6
 
 
-def index_rows(u: Tensor, w: IndexerWeights, angles: RopeAngles, config: GLM53Config, row_format: IndexRows) -> Tensor:
-    """Index keys of the normed layer input u [T, hidden] -> uint8 [T, row_bytes]."""
-    keys = layer_norm(linear(u, w.wk), w.k_norm_weight, w.k_norm_bias, KEY_NORM_EPS)
-    return row_format.pack(_rotate_first(keys, angles, config))
+def new_keys(u: Tensor, w: IndexerWeights) -> NewKeys:
+    """Index keys of the normed layer input u [T, hidden], before norm and rotation."""
+    return NewKeys(linear(u, w.wk), w.k_norm_weight, w.k_norm_bias, KEY_NORM_EPS)
 
 
 def index_query(

@@ -156,7 +156,7 @@ class GLM53:
         plan = plan_step(self, cache, prompt_ids, decode_ids)
         new_ids = {**prompt_ids, **decode_ids}
         kv = cache.kv.begin(plan, dense_up_to=self.dense_up_to)
-        run = make_pass(self.config, kv, observer)
+        run = make_pass(self.config, kv, observer, plan)
         x = self.weights.embed[local_ids(self, plan, [token for ids in new_ids.values() for token in ids])]
         for layer, weights in enumerate(self.weights.layers):
             x = decoder_block(x, layer, weights, run)

@@ -18,7 +18,7 @@ def mtp_hidden(next_embedding: Tensor, previous_hidden: Tensor, w: MTPWeights, l
     token i after its final norm; in further draft steps, this function's result takes the target's place.
     """
     eps = run.config.rms_norm_eps
-    at_start = (run.step.plan.positions == 0).to(next_embedding.device).unsqueeze(1)
+    at_start = (run.step.positions == 0).unsqueeze(1)
     embedding = torch.where(at_start, 0.0, next_embedding)
     joined = torch.cat([rms_norm(embedding, w.enorm, eps), rms_norm(previous_hidden, w.hnorm, eps)], dim=1)
     return rms_norm(decoder_block(linear(joined, w.eh_proj), layer, w.layer, run), w.norm, eps)

@@ -118,8 +118,8 @@ def test_wrong_arguments_raise_with_the_numbers() -> None:
         indexer_topk_fp8(query, weights[:, :3], fp8, kv_lens=lens, k=1)
     with pytest.raises(ValueError, match=re.escape("kv_lens (1,)")):
         indexer_topk_fp8(query, weights, fp8, kv_lens=lens[:1], k=1)
-    with pytest.raises(ValueError, match="sorted_by must be 'score' or 'none', got 'position'"):
-        indexer_topk_fp8(query, weights, fp8, kv_lens=lens, k=1, sorted_by="position")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sorted_by must be 'score', 'position' or 'none', got 'best'"):
+        indexer_topk_fp8(query, weights, fp8, kv_lens=lens, k=1, sorted_by="best")  # type: ignore[arg-type]
     pages = IndexKeys.from_pages(rows.view(4, -1), torch.zeros(3, 1, dtype=torch.int64), page_size=16)
     with pytest.raises(ValueError, match="2 rows can not be shared evenly by 3 block tables"):
         indexer_scores_fp8(query, weights, pages, kv_lens=lens)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...formats import FP8
 from .. import impl as implementations
 from . import fp8_reference, reference
-from .chunks import topk_of_chunks
+from .chunks import by_position, topk_of_chunks
 from .keys import IndexKeys
 from .reference import KEY_TILE, QUERY_TILE
 
@@ -172,32 +172,42 @@ def indexer_topk_fp8(
     key_starts: Tensor | None = None,
     k: int,
     columns: int | None = None,
-    sorted_by: Literal["score", "none"] = "score",
+    sorted_by: Literal["score", "position", "none"] = "score",
     workspace_bytes: int = WORKSPACE_BYTES,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The k best of `indexer_scores_fp8`, exactly, without storing them: (positions [T, k] int64, scores [T, k]).
 
     Arguments as there; order and padding as in `indexer_topk`, and so are ``columns`` and ``workspace_bytes``.
-    sorted_by: "none" lets valid entries stand in any order, which is faster and may differ from run to run.
+    sorted_by: "position" by ascending position; "none" lets valid entries stand in any order, which is faster and may
+    differ from run to run.
     """
-    if sorted_by not in ("score", "none"):
-        raise ValueError(f"indexer_topk_fp8: sorted_by must be 'score' or 'none', got {sorted_by!r}")
+    if sorted_by not in ("score", "position", "none"):
+        raise ValueError(f"indexer_topk_fp8: sorted_by must be 'score', 'position' or 'none', got {sorted_by!r}")
     _check_fp8(query, weights, keys, kv_lens, key_starts)
     chosen = choose_indexer_scores(query, keys, impl=impl).impl
     if chosen == "reference":
-        return fp8_reference.indexer_topk_fp8(query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, k=k)
+        best = fp8_reference.indexer_topk_fp8(query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, k=k)
+        return by_position(*best) if sorted_by == "position" else best
     query, weights = query.contiguous(), _weights(weights)
     lens = _within(keys.capacity, key_starts, kv_lens)
     columns = keys.capacity if columns is None else min(columns, keys.capacity)
-    in_order = sorted_by == "score"
     if _takes_lists(chosen, query, keys, k, columns, workspace_bytes):
         from .lists_gluon import topk
 
         selected: tuple[Tensor, Tensor] = topk(
-            query, weights, keys.values, keys.scales, key_starts, lens, columns, k, workspace_bytes, in_order
+            query,
+            weights,
+            keys.values,
+            keys.scales,
+            key_starts,
+            lens,
+            columns,
+            k,
+            workspace_bytes,
+            sorted_by == "score",
         )
-        return selected
+        return by_position(*selected) if sorted_by == "position" else selected
     requests = 1 if keys.block_tables is None else keys.block_tables.shape[0]
     queries = 1 if keys.block_tables is None else query.shape[0] // max(requests, 1)
 
@@ -216,7 +226,7 @@ def indexer_topk_fp8(
         k=k,
         workspace_bytes=workspace_bytes,
         together=max(queries, 1),
-        in_order=in_order,
+        sorted_by=sorted_by,
     )
 
 

@@ -7,6 +7,7 @@ after chunk with the candidates carried along.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from ..topk_select import topk_select
 
 _ALIGN = 64  # a multiple of the scoring kernels' tiles
+
+Order = Literal["score", "position", "none"]
 
 Score = Callable[[Tensor, slice, int], None]
 """(out [rows, columns], rows, first): scores of these rows at positions first + column."""
@@ -38,12 +41,19 @@ def _round_up(n: int) -> int:
 
 
 def topk_of_chunks(
-    score: Score, lens: Tensor, *, columns: int, k: int, workspace_bytes: int, together: int = 1, in_order: bool = True
+    score: Score,
+    lens: Tensor,
+    *,
+    columns: int,
+    k: int,
+    workspace_bytes: int,
+    together: int = 1,
+    sorted_by: Order = "score",
 ) -> tuple[Tensor, Tensor]:
     """The k best of each row's first ``lens[t]`` positions, at most ``columns``: (positions int64, scores) [T, k].
 
-    together: rows that must be scored together, such as those of one request. in_order: else valid entries may stand
-    in any order. Local, on the current stream, no host sync.
+    together: rows that must be scored together, such as those of one request. sorted_by: as in `topk_select`. Local, on
+    the current stream, no host sync.
     """
     rows = lens.shape[0]
     block, width = chunk_shape(max(rows, together), columns, k, workspace_bytes, together)
@@ -56,9 +66,16 @@ def topk_of_chunks(
         parts.append(
             _carry_chunks(score, part, lens[part], space, columns, k)
             if carried
-            else _whole(score, part, lens[part], space[:, :columns], k, in_order)
+            else _whole(score, part, lens[part], space[:, :columns], k, sorted_by)
         )
-    return _joined(parts, k, lens)
+    positions, scores = _joined(parts, k, lens)
+    return by_position(positions, scores) if carried and sorted_by == "position" else (positions, scores)
+
+
+def by_position(positions: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The same entries [T, k], positions ascending and -1 last."""
+    order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=1, stable=True)
+    return positions.gather(1, order), scores.gather(1, order)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]], k: int, lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,9 +87,9 @@ def _joined(parts: list[tuple[Tensor, Tensor]], k: int, lens: Tensor) -> tuple[T
     return torch.cat([positions for positions, _ in parts]), torch.cat([scores for _, scores in parts])
 
 
-def _whole(score: Score, part: slice, lens: Tensor, space: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
+def _whole(score: Score, part: slice, lens: Tensor, space: Tensor, k: int, order: Order) -> tuple[Tensor, Tensor]:
     score(space, part, 0)
-    return topk_select(space, k, lengths=lens, sorted_by="score" if in_order else "none")
+    return topk_select(space, k, lengths=lens, sorted_by=order)
 
 
 def _carry_chunks(
