@@ -34,12 +34,13 @@ def selected_slots_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     request = tl.load(request_ids + row).to(tl.int64)
-    at = tl.load(positions + row * position_stride + column, mask=inside, other=-1)
+    wide = tl.load(positions + row * position_stride + column, mask=inside, other=-1)
+    at = tl.where(wide > 0x7FFFFFFF, -1, wide).to(tl.int32)  # 64-bit divisions cost a call each
     page = at // (PAGE_SIZE * WORLD)
     mine = (at >= 0) & (at // INTERLEAVE % WORLD == rank) & (page < blocks) & (request >= 0) & (request < requests)
     page_id = tl.load(tables + request * table_stride + page, mask=mine, other=-1).to(tl.int64)
     local = at // (WORLD * INTERLEAVE) * INTERLEAVE + at % INTERLEAVE
-    slot = tl.where(mine & (page_id >= 0), (page_id - page) * PAGE_SIZE + local, -1)
+    slot = tl.where(mine & (page_id >= 0), page_id * PAGE_SIZE + (local - page * PAGE_SIZE), -1)
     tl.store(out + row * out_stride + column, slot.to(out.dtype.element_ty), mask=inside)
 
 
