@@ -163,6 +163,18 @@ def _flat(x: Tensor) -> Tensor:
     return x.contiguous().as_strided((x.numel(),), (1,))
 
 
+def all_gather_ints(value: int, *, group: ProcessGroup) -> list[int]:
+    """`value` of every rank, on every rank. Collective: one all-gather of 8 bytes a rank, none if there is one; a sync.
+
+    Raises:
+        ValueError: no integer that fits int64.
+    """
+    value = require_int("value", value)
+    mine = torch.tensor([value], dtype=torch.int64, device=_device(group))
+    gathered: list[int] = all_gather_rows(mine, [1] * dist.get_world_size(group), group=group).tolist()
+    return gathered
+
+
 def require_agreement(what: str, value: object, *, group: ProcessGroup) -> None:
     """Check that `value` (by its repr) is the same on all ranks. Collective: one all-gather of a hash; a sync.
 
@@ -171,14 +183,16 @@ def require_agreement(what: str, value: object, *, group: ProcessGroup) -> None:
     """
     digest = hashlib.sha256(repr(value).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).unsqueeze(0)
-    device = torch.device("cuda", torch.cuda.current_device()) if _is_nccl(group) else torch.device("cpu")
     world_size = dist.get_world_size(group)
-    every = all_gather_rows(mine.to(device), [1] * world_size, group=group).tolist()
+    every = all_gather_rows(mine.to(_device(group)), [1] * world_size, group=group).tolist()
     if others := [rank for rank in range(world_size) if every[rank] != every[0]]:
         raise ValueError(
             f"{what} differs between ranks: ranks {others} do not have that of rank 0; here it is {value!r}"
         )
 
 
-def _is_nccl(group: ProcessGroup) -> bool:
-    return "nccl" in dist.get_backend(group)
+def _device(group: ProcessGroup) -> torch.device:
+    """Where a tensor must be to travel in this group."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

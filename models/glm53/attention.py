@@ -4,6 +4,8 @@ qr   = RMS(u Wqa^T)                  q = qr Wqb^T -> per head [q_nope | q_pe]
 c    = u Wkva^T = [c_kv | k_pe]      lat = RMS(c_kv); q_pe, k_pe rotated
 score[h, s, t] = (q_nope W_UK[h] . lat[t] + q_pe . k_pe[t]) * qk_head_dim^-0.5
 out  = concat_h(softmax_t(score) lat W_UV[h]^T) Wo^T
+
+With TP, H below are this rank's heads, and outputs are its addends to a sum over the TP ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def query_residual(u: Tensor, w: AttentionWeights, config: GLM53Config) -> Tenso
 
 def query_heads(qr: Tensor, w: AttentionWeights, angles: RopeAngles, config: GLM53Config) -> tuple[Tensor, Tensor]:
     """(q_nope [T, H, nope], q_pe [T, H, rope] rotated)."""
-    q = linear(qr, w.q_b).unflatten(1, (config.num_attention_heads, config.qk_head_dim))
+    q = linear(qr, w.q_b).unflatten(1, (-1, config.qk_head_dim))
     q_nope, q_pe = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
     return q_nope, rope_interleaved(q_pe, angles)
 
@@ -55,7 +57,7 @@ def dense_output(
 
     rows float32 [S, latent + rope]: the cache rows of the whole prompt; kv_lens int64 [T]: the keys each query sees.
     """
-    heads = config.num_attention_heads
+    heads = w.w_uk.shape[0]
     lat, k_pe = rows.to(w.o.dtype).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
     k_nope = linear(lat, w.w_uk.flatten(0, 1)).unflatten(1, (heads, config.qk_nope_head_dim))
     keys = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, heads, -1)], dim=2)

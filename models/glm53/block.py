@@ -16,6 +16,7 @@ from cptools.step_plan import StepPlan
 from . import attention, indexer
 from .config import GLM53Config
 from .ffn import feed_forward
+from .layer_split import StepSplit
 from .weights import LayerWeights
 
 SelectionObserver = Callable[[int, StepPlan, Tensor, Tensor], None]
@@ -28,6 +29,7 @@ class Pass:
 
     config: GLM53Config
     step: KVStep
+    split: StepSplit
     angles: RopeAngles
     selected: Selection
     """[local rows, index_topk]: what each row attends to. Set by full layers, read by the layers that share their
@@ -36,23 +38,27 @@ class Pass:
 
 
 def make_pass(
-    config: GLM53Config, step: KVStep, observer: SelectionObserver | None = None, plan: StepPlan | None = None
+    config: GLM53Config,
+    step: KVStep,
+    split: StepSplit,
+    observer: SelectionObserver | None = None,
+    plan: StepPlan | None = None,
 ) -> Pass:
     """A pass over a step; an observer is told ``plan``, which must then be given."""
     angles = RopeAngles.at(step.positions, config.qk_rope_head_dim, config.rope_theta)
     selected = Selection.empty(len(step.positions), config.index_topk, step.positions.device)
     if observer is None:
-        return Pass(config, step, angles, selected)
+        return Pass(config, step, split, angles, selected)
     if plan is None:
         raise ValueError("make_pass: an observer needs the plan of the step")
-    return Pass(config, step, angles, selected, lambda layer, *chosen: observer(layer, plan, *chosen))
+    return Pass(config, step, split, angles, selected, lambda layer, *chosen: observer(layer, plan, *chosen))
 
 
 def decoder_block(x: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
     """x [local rows, hidden] -> the same. Every rank calls it with the same step, also with zero rows."""
     eps = run.config.rms_norm_eps
     x = x + _attention(rms_norm(x, w.input_norm, eps), layer, w, run)
-    return x + feed_forward(rms_norm(x, w.post_attention_norm, eps), w.ffn, run.config)
+    return x + feed_forward(rms_norm(x, w.post_attention_norm, eps), w.ffn, run.config, run.split)
 
 
 def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
@@ -60,6 +66,7 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
     keys = None if w.indexer is None else indexer.new_keys(u, w.indexer)
     step.append(layer, angles, attention.new_latents(u, w.attention, config), keys)
 
+    split = run.split.modules
     out = torch.empty_like(u)
     with step.context(layer, with_index=w.indexer is not None) as context:
         for block in step.blocks:
@@ -75,9 +82,14 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
                 query, weights = indexer.index_query(qr, u[rows], w.indexer, angles[rows], config)
                 context.select(block, query, weights, run.selected[rows])
             query = attention.absorb(q_nope, q_pe, w.attention)
+            all_heads = block.path == "decode" and split.decode_all_heads
+            if all_heads:
+                query = split.tp.gather_heads(query)
             latent = context.attend(block, query, run.selected[rows], scale=config.softmax_scale)
+            if all_heads:
+                latent = split.tp.own_heads(latent)
             out[rows] = attention.output(latent, w.attention)
     if run.observer is not None:
         prompt_rows = step.prompt.rows
         run.observer(layer, run.selected.positions[:prompt_rows], run.selected.positions[prompt_rows:])
-    return out
+    return split.tp.sum(out)

@@ -2,6 +2,10 @@
 
 p = sigmoid(u Wgate^T)    sel = top-k of p + bias    g = p[sel] / sum(p[sel]) * routed_scaling_factor
 y = sum_j g_j SwiGLU_sel_j(u) + SwiGLU_shared(u)
+
+Over ranks: TP splits the widths of dense layers and of the shared expert, and those of the routed experts where EP does
+not spread them; what is split so is a sum over the ranks. With EP each row is routed on one of the ranks that hold it
+alike, and its experts' outputs are added on that rank in ascending order of the experts, as on one rank.
 """
 
 from __future__ import annotations
@@ -9,24 +13,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cptools.kernels.rowwise import linear, sum_columns, swiglu
+from cptools.expert_exchange import ExpertExchange
+from cptools.kernels.grouped_swiglu import dense_swiglu, grouped_swiglu
+from cptools.kernels.rowwise import linear, sum_columns
 
 from .config import GLM53Config
+from .layer_split import StepSplit
 from .weights import DenseFFNWeights, MoEWeights
 
 BLOCK_ROWS = 2048
-"""Tokens routed at once: bounds the memory of per-(token, expert) outputs."""
+"""Rows of a rank that are routed at once: bounds what the experts' inputs and outputs take, see `ExpertExchange`."""
 
 
-def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config) -> Tensor:
-    """u [T, hidden] -> [T, hidden]."""
+def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config, split: StepSplit) -> Tensor:
+    """u [local rows, hidden] -> the same. Collective over TP and EP, also without rows.
+
+    With TP one sum. With EP, in a mixture, one exchange of each BLOCK_ROWS rows (of the rank that has most), and the
+    results all-gathered among the ranks that hold the rows alike.
+    """
+    tp, exchange = split.modules.tp, split.modules.experts
     if isinstance(w, DenseFFNWeights):
-        return _swiglu(u, w.gate_up, w.down)
-    out = torch.empty_like(u)
-    for start in range(0, u.shape[0], BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
-        out[block] = _mixture(u[block], w, config)
-    return out
+        return tp.sum(dense_swiglu(u, w.gate_up, w.down))
+    shared = dense_swiglu(u, w.shared.gate_up, w.shared.down)
+    if exchange.world_size == 1:
+        return tp.sum(_routed(u, w, config, exchange, most_rows=u.shape[0]) + shared)
+    own = _routed(split.share(u), w, config, exchange, most_rows=split.most_rows)
+    return split.collect(own) + tp.sum(shared)
 
 
 def route(u: Tensor, w: MoEWeights, config: GLM53Config) -> tuple[Tensor, Tensor]:
@@ -41,19 +53,13 @@ def route(u: Tensor, w: MoEWeights, config: GLM53Config) -> tuple[Tensor, Tensor
     return experts, gates * config.routed_scaling_factor
 
 
-def _mixture(u: Tensor, w: MoEWeights, config: GLM53Config) -> Tensor:
-    experts, gates = route(u, w, config)
-    tokens, k = experts.shape
-    pairs = torch.argsort(experts.flatten(), stable=True)
-    outputs = torch.empty(tokens * k, u.shape[1], dtype=u.dtype, device=u.device)
-    counts = torch.bincount(experts.flatten(), minlength=config.n_routed_experts).tolist()
-    for expert, own in enumerate(torch.split(pairs, counts)):
-        if len(own):
-            outputs[own] = _swiglu(u[own // k], w.gate_up[expert], w.down[expert])
-    weighted = outputs.unflatten(0, (tokens, k)) * gates.to(u.dtype).unsqueeze(2)
-    return sum_columns(weighted) + _swiglu(u, w.shared.gate_up, w.shared.down)
-
-
-def _swiglu(u: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2)
-    return swiglu(u, gate, up, down)
+def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExchange, *, most_rows: int) -> Tensor:
+    """The routed experts' part of rows u [T, hidden]; T <= most_rows, a number that all ranks of the exchange share."""
+    out = torch.empty_like(u)
+    for start in range(0, most_rows, BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        experts, gates = route(u[block], w, config)
+        sent = exchange.dispatch(u[block], experts)
+        results = exchange.results(grouped_swiglu(sent.rows, sent.counts, w.gate_up, w.down), sent)
+        out[block] = sum_columns(results[sent.slots] * gates.to(u.dtype).unsqueeze(2))
+    return out

@@ -19,8 +19,11 @@ from cptools.page_allocator import PageAllocator
 from .batch import BatchOutput, Progress, run_batch
 from .block import SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
+from .layer_split import LayerSplit
 from .mtp import mtp_hidden
+from .sharded_weights import check_split, split_weights
 from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
+from .weight_split import WeightSplit
 from .weights import ModelWeights, load_weights
 
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
@@ -29,7 +32,8 @@ _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 class GLM53:
     """A GLM-5.3 family model on one rank of an engine; every rank makes the same calls with the same arguments.
 
-    ``cp``, ``kv`` and ``merge`` are the parallel modules the model works through. Not thread-safe.
+    ``cp``, ``kv``, ``merge`` and ``split`` are the parallel modules the model works through; ``weights`` are the part
+    of this rank. Not thread-safe.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class GLM53:
         cp: LoadBalancedCPShard,
         kv: RoundRobinKVShard,
         merge: LSEMerge | None = None,
+        split: LayerSplit | None = None,
         kv_rows: Literal["fp32", "bf16", "fp8"] = "fp32",
         decode_parts: int = 1,
         sparse_mla_force_mqa: bool = True,
@@ -49,6 +54,7 @@ class GLM53:
         check_decode_parts(decode_parts, kv)
         self.config, self.weights = config, weights
         self.cp, self.kv, self.merge = cp, kv, merge
+        self.split = LayerSplit.alone(config.n_routed_experts) if split is None else split
         self.mla = MlaRows(config.kv_lora_rank, config.qk_rope_head_dim, _ROW_DTYPES[kv_rows])
         self.index = IndexRows(config.index_head_dim, _ROW_DTYPES[kv_rows])
         self.decode_parts = decode_parts
@@ -82,28 +88,31 @@ class GLM53:
         if not isinstance(sparse_mla_force_mqa, bool):
             raise ValueError(f"sparse_mla_force_mqa={sparse_mla_force_mqa!r} must be True or False")
         config = GLM53Config.from_pretrained(path, latent_norm_eps=latent_norm_eps)
+        part = WeightSplit()
         if parallel is not None:
-            parallel.config.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
-            sizes = parallel.config
-            if sizes.tp > 1 or sizes.ep > 1:
-                raise ValueError(f"tp={sizes.tp}, ep={sizes.ep}: this model splits by tokens only so far (tp=1, ep=1)")
+            sizes, coords = parallel.config, parallel.coords
+            sizes.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
+            part = WeightSplit(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
+            check_split(config, part)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ValueError(f"dtype={dtype} is not one of float32, bfloat16, float16, float64")
         if parallel is None:
             cp = LoadBalancedCPShard(world_size=1, rank=0)
             kv = RoundRobinKVShard(world_size=1, rank=0, interleave=interleave, page_size=page_size)
-            merge = None
+            merge = split = None
         else:
             cp = LoadBalancedCPShard(group=parallel.pcp)
             kv = RoundRobinKVShard(group=parallel.dcp, interleave=interleave, page_size=page_size)
             merge = LSEMerge(group=parallel.dcp, scatter="none")
-        weights = load_weights(path, config, device=device, dtype=dtype)
+            split = LayerSplit.over(parallel, config.n_routed_experts)
+        weights = split_weights(load_weights(path, config, device=device, dtype=dtype), part)
         return cls(
             config,
             weights,
             cp=cp,
             kv=kv,
             merge=merge,
+            split=split,
             kv_rows=kv_rows,
             decode_parts=decode_parts,
             sparse_mla_force_mqa=sparse_mla_force_mqa,
@@ -146,24 +155,28 @@ class GLM53:
         prompts: new prompt ids (a chunk, a whole prompt, a further turn) of requests, behind what they have cached.
         decodes: sampled ids, one or more (verification), of requests. The phase decides the path of a row, never the
         number of rows. Collective: per layer one all-gather of new rows (PCP), and with DCP the context gathers of
-        prompts and, for decode rows, the exchange of candidates and the LSE merge.
+        prompts and, for decode rows, the exchange of candidates and the LSE merge; with TP two sums, with EP in a
+        mixture the exchange of experts. Replicas that share experts (dp > 1, ep > 1) take every step together, one
+        without work with no prompts and no decodes.
 
         Raises ValueError (bad ids, lengths, requests) and PoolExhausted (pages) on all ranks alike, before any work
-        and without a change of state.
+        and without a change of state; ValueError too if another replica refused, which leaves pages reserved.
         """
-        prompt_ids = check_requests(self, cache, prompts or {})
-        decode_ids = check_requests(self, cache, decodes or {})
-        plan = plan_step(self, cache, prompt_ids, decode_ids)
+        with self.split.lockstep.checks():
+            prompt_ids = check_requests(self, cache, prompts or {})
+            decode_ids = check_requests(self, cache, decodes or {})
+            plan = plan_step(self, cache, prompt_ids, decode_ids)
+        split = self.split.begin(plan)
         new_ids = {**prompt_ids, **decode_ids}
         kv = cache.kv.begin(plan, dense_up_to=self.dense_up_to)
-        run = make_pass(self.config, kv, observer, plan)
+        run = make_pass(self.config, kv, split, observer, plan)
         x = self.weights.embed[local_ids(self, plan, [token for ids in new_ids.values() for token in ids])]
         for layer, weights in enumerate(self.weights.layers):
             x = decoder_block(x, layer, weights, run)
         hidden = rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
         for request, ids in new_ids.items():
             cache.lengths[request] += len(ids)
-        return StepResult(plan, kv, hidden, cache, {request: cache.lengths[request] for request in new_ids})
+        return StepResult(plan, kv, split, hidden, cache, {request: cache.lengths[request] for request in new_ids})
 
     def mtp_step(self, result: StepResult, next_ids: Sequence[int]) -> Tensor:
         """Run the MTP layer over the rows of a step -> [local rows, hidden]; ``logits`` of it are draft logits.
@@ -176,10 +189,11 @@ class GLM53:
             raise ValueError("the checkpoint has no MTP layer (num_nextn_predict_layers=0)")
         plan = result.plan
         result.check_current()
-        ids = check_ids(self.config, "next_ids", next_ids, 0)
+        # A replica without work runs the layer too, where it shares experts.
+        ids = check_ids(self.config, "next_ids", next_ids, 0) if len(next_ids) else []
         if len(ids) != plan.prompt.num_tokens + plan.decode_rows:
             raise ValueError(f"{len(ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
-        run = make_pass(self.config, result.kv)
+        run = make_pass(self.config, result.kv, result.split)
         embedding = self.weights.embed[local_ids(self, plan, ids)]
         return mtp_hidden(embedding, result.hidden, self.weights.mtp, self.config.num_hidden_layers, run)
 

@@ -15,6 +15,7 @@ from cptools.integers import require_int
 from cptools.step_plan import StepPlan, make_step_plan
 
 from .config import GLM53Config
+from .layer_split import StepSplit
 
 if TYPE_CHECKING:
     from .model import GLM53
@@ -47,6 +48,7 @@ class StepResult:
 
     plan: StepPlan
     kv: KVStep
+    split: StepSplit
     hidden: Tensor
     cache: EngineCache
     lengths: Mapping[int, int]

@@ -135,13 +135,3 @@ def test_bad_input_gives_the_same_error_on_every_rank(tiny: Path) -> None:
     assert first == second
     assert "1 free pages, the batch needs 2" in first[3]
     assert "decode_parts=3 does not fit 2 DCP ranks" in first[4]
-
-
-def _tensor_parallel(rank: int, world_size: int, path: str) -> str:
-    with ParallelGroups.from_world(ParallelConfig(tp=2)) as groups, pytest.raises(ValueError) as error:
-        GLM53.from_pretrained(path, parallel=groups)
-    return str(error.value)
-
-
-def test_sizes_that_are_not_built_are_refused(tiny: Path) -> None:
-    assert "tp=2, ep=1" in run_ranks(_tensor_parallel, 2, str(tiny))[0]

@@ -84,11 +84,11 @@ def test_dump_holds_what_the_ranks_made(checkpoint, tmp_path):
 
 
 def test_a_refusal_ends_the_report_of_torchrun(checkpoint):
-    run = torchrun(2, "verify_parallel.py", "--checkpoint", checkpoint, "--tp", 2)
+    run = torchrun(2, "verify_parallel.py", "--checkpoint", checkpoint, "--pcp", 2, "--interleave", 3)
     assert run.returncode == 1
     report = run.stderr[run.stderr.rindex("Root Cause") :]
     assert "exitcode  : 2" in report
-    assert "refused: tp=2" in report
+    assert "refused: interleave=3" in report
 
 
 def refusal(main, monkeypatch, capsys, rank, *flags):

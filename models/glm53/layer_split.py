@@ -1,0 +1,102 @@
+"""How the layers of the model are split over ranks, besides what the KV cache knows: heads, widths and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cptools import ParallelGroups
+from cptools.expert_exchange import ExpertExchange
+from cptools.lockstep import Lockstep
+from cptools.shared_rows import SharedRows
+from cptools.step_plan import StepPlan
+from cptools.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSplit:
+    """The modules of one rank. ``ep > 1`` spreads experts over the whole world, replicas included."""
+
+    tp: TensorParallel
+    experts: ExpertExchange
+    decode_all_heads: bool
+    """The ranks of a TP group hold different keys (N = W * TP): in decode each attends with all heads over its own."""
+    pcp_rows: SharedRows
+    """Decode rows, which all PCP ranks hold alike."""
+    peer_rows: SharedRows
+    """All rows of a rank, which TP ranks, or the ranks of pure DCP, hold alike."""
+    lockstep: Lockstep
+
+    @classmethod
+    def alone(cls, num_experts: int) -> LayerSplit:
+        """Of a model on one rank."""
+        one = SharedRows(world_size=1, rank=0)
+        return cls(
+            tp=TensorParallel(world_size=1, rank=0),
+            experts=ExpertExchange(num_experts=num_experts, world_size=1, rank=0),
+            decode_all_heads=False,
+            pcp_rows=one,
+            peer_rows=one,
+            lockstep=Lockstep(),
+        )
+
+    @classmethod
+    def over(cls, groups: ParallelGroups, num_experts: int) -> LayerSplit:
+        """Of a rank of an engine, whose groups stay the caller's."""
+        sizes = groups.config
+        pure_dcp = sizes.block_size > sizes.pcp * sizes.tp
+        return cls(
+            tp=TensorParallel(group=groups.tp),
+            experts=ExpertExchange(num_experts=num_experts, group=groups.ep),
+            decode_all_heads=1 < sizes.tp and sizes.dcp == sizes.pcp * sizes.tp,
+            pcp_rows=SharedRows(group=groups.pcp),
+            peer_rows=SharedRows(group=groups.dcp if pure_dcp else groups.tp),
+            lockstep=Lockstep(group=groups.dp if sizes.ep > 1 else None),
+        )
+
+    def begin(self, plan: StepPlan) -> StepSplit:
+        """For one step. Collective over replicas that share experts: one small all-gather and a sync; else local."""
+        shares = (
+            self.peer_rows.counts(prompt + decode)[0]
+            for prompt, decode in zip(plan.prompt.counts, self.pcp_rows.counts(plan.decode_rows), strict=True)
+        )
+        return StepSplit(self, plan.prompt_rows, plan.decode_rows, self.lockstep.most(max(shares)))
+
+
+@dataclass(frozen=True, eq=False)
+class StepSplit:
+    """A `LayerSplit` in one step, whose rows every layer shares out in the same way."""
+
+    modules: LayerSplit
+    prompt_rows: int
+    """Of this rank."""
+    decode_rows: int
+    most_rows: int
+    """The rows of the rank with most of them once they are shared, in all replicas that take this step."""
+
+    def share(self, x: Tensor) -> Tensor:
+        """The rows of x [local rows, ...] that no other rank takes. Local; collect(share(x)) == x."""
+        return self.modules.peer_rows.share(self._of_one_peer(x))
+
+    def collect(self, own: Tensor) -> Tensor:
+        """The ranks' shares -> [local rows, ...]. Collective: an all-gather over TP or pure DCP, and one of decode
+        rows over PCP."""
+        rows = self.prompt_rows + self._decode_share
+        x = self.modules.peer_rows.collect(own, rows)
+        if self.modules.pcp_rows.world_size == 1:
+            return x
+        decode = self.modules.pcp_rows.collect(x[self.prompt_rows :], self.decode_rows)
+        return torch.cat([x[: self.prompt_rows], decode])
+
+    @property
+    def _decode_share(self) -> int:
+        shared = self.modules.pcp_rows
+        return shared.counts(self.decode_rows)[shared.rank]
+
+    def _of_one_peer(self, x: Tensor) -> Tensor:
+        if self.modules.pcp_rows.world_size == 1:
+            return x
+        decode = self.modules.pcp_rows.share(x[self.prompt_rows :])
+        return torch.cat([x[: self.prompt_rows], decode])
