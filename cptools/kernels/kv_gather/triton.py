@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...formats import SCALE_BLOCK
 from ..compile_spec import CompileSpec
+from ..dependent_launch import overlapped, wait_for_inputs
 from ..kv_store.triton import (
     MAX_PLANES,
     WORDS,
@@ -43,9 +44,11 @@ def gather_sequences_kernel(
     ROWS: tl.constexpr,
     BLOCK0: tl.constexpr,
     BLOCK1: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """spans int64 [R, 2]: first row of the sequence in the output, its length. Programs (pages * parts, R)."""
     PARTS: tl.constexpr = (PAGE_SIZE + ROWS - 1) // ROWS
+    wait_for_inputs(OVERLAP)
     sequence = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) // PARTS
     start = tl.load(spans + 2 * sequence)
@@ -82,8 +85,10 @@ def unpack_fp8_kernel(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """FP8 MLA rows -> latent and rotary part joined in the dtype of ``joint``."""
+    wait_for_inputs(OVERLAP)
     LATENT: tl.constexpr = BLOCKS * SCALE_BLOCK
     ROW_BYTES: tl.constexpr = LATENT + 4 * BLOCKS + 2 * ROPE
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +131,9 @@ def copy_rows_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     col = tl.arange(0, BLOCK)[None, :]
     first = tl.program_id(0) * ROWS
     while first < count:
@@ -196,6 +203,7 @@ def gather_sequences(
         BLOCK0=blocks[0],
         BLOCK1=blocks[1],
         num_warps=4,
+        **overlapped(pages),
     )
     return rows
 
@@ -233,6 +241,7 @@ def unpack_fp8_rows(
         ROWS=per_program,
         BY_SLOT=slots is not None,
         num_warps=warps,
+        **overlapped(pages),
     )
     return joint
 
@@ -264,6 +273,7 @@ def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: 
         ROWS=1,
         BLOCK=block,
         num_warps=1,
+        **overlapped(target),
     )
 
 
@@ -299,6 +309,7 @@ def compile_specs() -> list[CompileSpec]:
             "ROWS": rows_of_page(blocks[0], word, 64),
             "BLOCK0": blocks[0],
             "BLOCK1": blocks[1],
+            "OVERLAP": True,
         }
         specs.append(
             CompileSpec(
@@ -319,6 +330,7 @@ def compile_specs() -> list[CompileSpec]:
                 "PAGE_SIZE": 64,
                 "ROWS": per_program,
                 "BY_SLOT": by_slot,
+                "OVERLAP": True,
             }
             pointers = {"pages": "*u8", "slots": "*i64", "joint": "*bf16"}
             sizes = dict.fromkeys(["num_rows", "num_slots", "page_stride"], "i32")
@@ -336,6 +348,7 @@ def compile_specs() -> list[CompileSpec]:
         pointers = {"source": "*i64", "source_rows": "*i64", "target": "*i64", "target_rows": "*i64"}
         sizes = dict.fromkeys(["count", "source_height", "target_height", "source_stride", "target_stride"], "i32")
         copy = {"VECTOR": 2, "WIDTH": width // 8, "ROWS": 1, "BLOCK": triton.next_power_of_2(width // 8)}
+        copy["OVERLAP"] = True
         specs.append(
             CompileSpec(
                 name=f"copy_rows-{width}",

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
+from ..dependent_launch import overlapped, wait_for_inputs
 
 MAX_PLANES = 2
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -62,7 +63,9 @@ def move_rows_kernel(
     BLOCK0: tl.constexpr,
     BLOCK1: tl.constexpr,
     STORE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
     slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
@@ -118,6 +121,7 @@ def move_rows(
         BLOCK1=blocks[1],
         STORE=store,
         num_warps=4 if per_program > 1 else 2,
+        **overlapped(pages),
     )
 
 
@@ -165,6 +169,7 @@ def move_specs(*, store: bool) -> list[CompileSpec]:
                 "BLOCK0": blocks[0],
                 "BLOCK1": blocks[1],
                 "STORE": store,
+                "OVERLAP": True,
             }
             element = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}[word]
             sizes = ["num_rows", "num_slots", "page_stride", "row_stride"]
@@ -176,6 +181,7 @@ def move_specs(*, store: bool) -> list[CompileSpec]:
                     signature=pointers | dict.fromkeys(sizes, "i32") | dict.fromkeys(constexprs, "constexpr"),
                     constexprs=constexprs,
                     num_warps=4 if per_program > 1 else 2,
+                    options={"launch_pdl": True},
                     divisible_by_16=tuple(pointers),
                 )
             )

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
+from ..dependent_launch import overlapped, wait_for_inputs
 
 MAX_PARTS = 8
 """Parts that one launch takes as separate tensors; a longer list is merged in several."""
@@ -31,9 +32,17 @@ def exp_of_gap(x):
 
 
 @triton.jit
-def negative_zero():
-    """The neutral element of the addition. By its bits: the compiler takes a literal -0.0 for 0.0."""
-    return tl.full([1], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+def start_of_sum(peak):
+    """-0.0, the neutral element of the addition, or 0.0 for rows of which all parts are empty."""
+    # By its bits: the compiler takes a literal -0.0 for 0.0.
+    return tl.where(peak == -float("inf"), 0, -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_part(summed, value, weight, lse):
+    """summed [CHUNKS, ROWS, INNER] + value * weight; an empty part adds nothing, whatever it holds."""
+    added = tl.fma(value.to(tl.float32), tl.broadcast_to(weight[None, :, None], value.shape), summed)
+    return tl.where((lse == -float("inf"))[None, :, None], summed, added)
 
 
 @triton.jit
@@ -72,7 +81,6 @@ def place(
 
 @triton.jit
 def store_merged(merged, merged_lse, summed, peak, total, row, live, col, mask, dim):
-    summed = tl.where((peak == -float("inf"))[None, :, None], 0.0, summed)
     out_at = merged + row[None, :, None] * dim + col
     # Streamed, so that the output does not push parts that are still to be read out of L2.
     tl.store(out_at, summed.to(merged.dtype.element_ty), mask=mask, cache_modifier=".cs")
@@ -112,12 +120,14 @@ def merge_parts_kernel(
     INNER: tl.constexpr,
     SPLIT: tl.constexpr,
     FULL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     outs = (out0, out1, out2, out3, out4, out5, out6, out7)
     lses = (lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
     token, head, live, col, mask = place(tokens, heads, dim, ROWS, CHUNKS, INNER, SPLIT, FULL)
     lse_at = token * lse_stride_t + head * lse_stride_h
     out_at = (token * out_stride_t + head * out_stride_h)[None, :, None] + col
+    wait_for_inputs(OVERLAP)
 
     # All loads first, and none of them masked by an lse: they wait for memory together.
     lse: tl.tuple = ()
@@ -135,12 +145,9 @@ def merge_parts_kernel(
         total += exp_of_gap(lse[part] - base)
     total = tl.where(peak == -float("inf"), 1.0, total)
 
-    nothing = tl.broadcast_to(negative_zero()[None, :, None], [CHUNKS, ROWS, INNER])
-    summed = nothing
+    summed = tl.broadcast_to(start_of_sum(peak)[None, :, None], [CHUNKS, ROWS, INNER])
     for part in tl.static_range(PARTS):
-        weight = exp_of_gap(lse[part] - base) / total
-        term = value[part].to(tl.float32) * weight[None, :, None]
-        summed += tl.where((lse[part] == -float("inf"))[None, :, None], nothing, term)
+        summed = add_part(summed, value[part], exp_of_gap(lse[part] - base) / total, lse[part])
     store_merged(merged, merged_lse, summed, peak, total, token * heads + head, live, col, mask, dim)
 
 
@@ -165,10 +172,12 @@ def merge_stacked_kernel(
     INNER: tl.constexpr,
     SPLIT: tl.constexpr,
     FULL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     token, head, live, col, mask = place(tokens, heads, dim, ROWS, CHUNKS, INNER, SPLIT, FULL)
     lse_at = token * lse_stride_t + head * lse_stride_h
     out_at = (token * out_stride_t + head * out_stride_h)[None, :, None] + col
+    wait_for_inputs(OVERLAP)
 
     # Pointers walk from part to part: their distance may be beyond 2^31, its products are never formed.
     lse_of = lses + lse_at
@@ -184,15 +193,13 @@ def merge_stacked_kernel(
         lse_of += lse_stride_p
     total = tl.where(peak == -float("inf"), 1.0, total)
 
-    nothing = tl.broadcast_to(negative_zero()[None, :, None], [CHUNKS, ROWS, INNER])
-    summed = nothing
+    summed = tl.broadcast_to(start_of_sum(peak)[None, :, None], [CHUNKS, ROWS, INNER])
     lse_of = lses + lse_at
     out_of = outs + out_at
     for _ in range(PARTS):
         lse = tl.load(lse_of, mask=live, other=0.0)
-        value = tl.load(out_of, mask=mask, other=0.0).to(tl.float32)
-        term = value * (exp_of_gap(lse - base) / total)[None, :, None]
-        summed += tl.where((lse == -float("inf"))[None, :, None], nothing, term)
+        value = tl.load(out_of, mask=mask, other=0.0)
+        summed = add_part(summed, value, exp_of_gap(lse - base) / total, lse)
         lse_of += lse_stride_p
         out_of += out_stride_p
     store_merged(merged, merged_lse, summed, peak, total, token * heads + head, live, col, mask, dim)
@@ -206,11 +213,12 @@ def merge_parts(outs: Sequence[Tensor], lses: Sequence[Tensor], out_dtype: torch
     pad = MAX_PARTS - len(outs)
     launch(
         merge_parts_kernel,
-        [*outs, *[outs[0]] * pad, *lses, *[lses[0]] * pad],
+        [*outs, *[None] * pad, *lses, *[None] * pad],
         merged,
         merged_lse,
         [*outs[0].stride()[:2], *lses[0].stride()],
         parts=len(outs),
+        element_bytes=outs[0].element_size(),
     )
     return merged, merged_lse
 
@@ -222,7 +230,13 @@ def merge_stacked(outs: Tensor, lses: Tensor, out_dtype: torch.dtype) -> tuple[T
     if outs.stride(3) != 1:
         outs = outs.contiguous()
     launch(
-        merge_stacked_kernel, [outs, lses], merged, merged_lse, [*outs.stride()[:3], *lses.stride()], parts=len(outs)
+        merge_stacked_kernel,
+        [outs, lses],
+        merged,
+        merged_lse,
+        [*outs.stride()[:3], *lses.stride()],
+        parts=len(outs),
+        element_bytes=outs.element_size(),
     )
     return merged, merged_lse
 
@@ -277,48 +291,54 @@ def tile(tokens: int, heads: int, dim: int, element_bytes: int) -> tuple[dict[st
 
 
 def launch(
-    kernel: Any, tensors: Sequence[Tensor], merged: Tensor, lse: Tensor, strides: Sequence[int], *, parts: int
+    kernel: Any,
+    tensors: Sequence[Tensor | None],
+    merged: Tensor,
+    lse: Tensor,
+    strides: Sequence[int],
+    *,
+    parts: int,
+    element_bytes: int,
 ) -> None:
     tokens, heads, dim = merged.shape
     if merged.numel() == 0:
         return
-    constexprs, warps = tile(tokens, heads, dim, tensors[0].element_size())
+    constexprs, warps = tile(tokens, heads, dim, element_bytes)
     programs = triton.cdiv(heads, constexprs["ROWS"]) * constexprs["SPLIT"]
     grid = (programs, min(tokens, MAX_GRID_Y), triton.cdiv(tokens, MAX_GRID_Y))
-    kernel[grid](*tensors, merged, lse, tokens, heads, dim, *strides, PARTS=parts, **constexprs, num_warps=warps)
+    options = {**constexprs, **overlapped(merged), "num_warps": warps}
+    kernel[grid](*tensors, merged, lse, tokens, heads, dim, *strides, PARTS=parts, **options)
 
 
 def compile_specs() -> list[CompileSpec]:
     specs = []
+    sizes = ["tokens", "heads", "dim"] + [f"{x}_stride_{axis}" for x in ("out", "lse") for axis in "pth"]
     for tokens, heads in ((1, 64), (1, 63), (64, 64), (64, 63)):
-        sizes = dict.fromkeys(["tokens", "heads", "dim", "out_stride_t", "out_stride_h", "lse_stride_t"], "i32")
-        sizes["lse_stride_h"] = "i32"
-        for dtype, parts in (("*bf16", 2), ("*bf16", 8), ("*fp32", 2), ("*fp32", 8)):
-            tiles, warps = tile(tokens, heads, 512, 4 if dtype == "*fp32" else 2)
-            pointers = {f"out{i}": dtype for i in range(MAX_PARTS)} | {f"lse{i}": "*fp32" for i in range(MAX_PARTS)}
-            pointers |= {"merged": dtype, "merged_lse": "*fp32"}
+        for dtype, parts, stacked in (
+            *(("bf16", 2, False), ("bf16", 8, False), ("fp32", 2, False), ("fp32", 8, False)),
+            ("bf16", 32, True),
+        ):
+            kernel = merge_stacked_kernel if stacked else merge_parts_kernel
+            tiles, warps = tile(tokens, heads, 512, 4 if dtype == "fp32" else 2)
+            pointers = {"outs": f"*{dtype}", "lses": "*fp32", "merged": f"*{dtype}", "merged_lse": "*fp32"}
+            for part in range(parts):
+                pointers |= {f"out{part}": f"*{dtype}", f"lse{part}": "*fp32"}
+            types = pointers | dict.fromkeys(sizes, "i32")
+            signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+            values = tiles | {"PARTS": parts, "OVERLAP": True}
             specs.append(
                 CompileSpec(
-                    name=f"merge_parts-{parts}x{dtype[1:]}-{tokens}x{heads}",
-                    fn=merge_parts_kernel,
-                    signature=pointers | sizes | {"PARTS": "constexpr"} | dict.fromkeys(tiles, "constexpr"),
-                    constexprs=tiles | {"PARTS": parts},
+                    name=f"{'stacked' if stacked else 'parts'}-{parts}x{dtype}-{tokens}x{heads}",
+                    fn=kernel,
+                    signature=signature,
+                    constexprs={name: values.get(name) for name, kind in signature.items() if kind == "constexpr"},
                     num_warps=warps,
-                    divisible_by_16=(*pointers, "dim", "out_stride_t", "out_stride_h"),
+                    options={"launch_pdl": True},
+                    divisible_by_16=tuple(
+                        name
+                        for name in signature
+                        if name in pointers or name in ("dim", "out_stride_p", "out_stride_t", "out_stride_h")
+                    ),
                 )
             )
-        tiles, warps = tile(tokens, heads, 512, 2)
-        pointers = {"outs": "*bf16", "lses": "*fp32", "merged": "*bf16", "merged_lse": "*fp32"}
-        strides = {f"{x}_stride_{axis}": "i32" for x in ("out", "lse") for axis in "pth"}
-        counts = dict.fromkeys(["tokens", "heads", "dim"], "i32")
-        specs.append(
-            CompileSpec(
-                name=f"merge_stacked-bf16-{tokens}x{heads}",
-                fn=merge_stacked_kernel,
-                signature=pointers | counts | strides | {"PARTS": "constexpr"} | dict.fromkeys(tiles, "constexpr"),
-                constexprs=tiles | {"PARTS": 32},
-                num_warps=warps,
-                divisible_by_16=(*pointers, "dim", "out_stride_p", "out_stride_t", "out_stride_h"),
-            )
-        )
     return specs

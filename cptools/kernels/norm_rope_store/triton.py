@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...formats import FP8, FP8_MAX, MIN_SCALE, SCALE_BLOCK
 from ..compile_spec import CompileSpec
+from ..dependent_launch import overlapped, wait_for_inputs
 
 FP8_LIMIT = tl.constexpr(FP8_MAX)
 SCALE_FLOOR = tl.constexpr(MIN_SCALE)
@@ -27,19 +28,23 @@ def quantize(x, POWER_OF_TWO: tl.constexpr):
     """x [B, R, 128] fp32 -> (values for e4m3 in fp32, scales [B, R]). The conversion to e4m3 clamps."""
     # Compared as bits, in which NaN is the largest; a warp has one instruction for the maximum of integers.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(magnitude, axis=2).to(tl.float32, bitcast=True)
+    amax = tl.max(magnitude, axis=2)
     floor = tl.full(amax.shape, SCALE_FLOOR, tl.float32).to(tl.int32, bitcast=True)
-    bits = tl.div_rn(amax, tl.full(amax.shape, FP8_LIMIT, tl.float32)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    bits = tl.maximum(bits, floor)
     if POWER_OF_TWO:
-        finite = bits < 0x7F800000
-        rounded = tl.where(finite, (bits + 0x7FFFFF) & -0x800000, bits)
-        scale = rounded.to(tl.float32, bitcast=True)
+        # amax / 448, rounded up to 2^e, without a division: 448 is 1.75 * 2^8, and amax rounds up to the next power
+        # where its mantissa is above 1.75, by one bit already: (1.75 + 2^-23) / 1.75 rounds to more than 1.
+        finite = amax < 0x7F800000
+        rounded = ((amax + 0x1FFFFF) & -0x800000) - (8 << 23)
+        rounded = tl.maximum(rounded, (floor + 0x7FFFFF) & -0x800000)
         # 1 / 2^e exactly; x / inf is 0 or NaN, as x * 0; x / NaN is NaN.
-        inverse = tl.where(finite, 0x7F000000 - rounded, tl.where(bits == 0x7F800000, 0, bits))
+        special = tl.where(amax == 0x7F800000, 0, 0x7FFFFFFF)
+        inverse = tl.where(finite, 0x7F000000 - rounded, special)
+        scale = tl.where(finite, rounded, 0x7F800000 | special).to(tl.float32, bitcast=True)
         values = x * inverse.to(tl.float32, bitcast=True)[:, :, None]
     else:
-        scale = bits.to(tl.float32, bitcast=True)
+        amax = amax.to(tl.float32, bitcast=True)
+        bits = tl.div_rn(amax, tl.full(amax.shape, FP8_LIMIT, tl.float32)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        scale = tl.maximum(bits, floor).to(tl.float32, bitcast=True)
         values = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], x.shape))
     return values, scale
 
@@ -210,22 +215,26 @@ def norm_rope_store_kernel(
     INDEX_POWER_OF_TWO: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """BLOCKS == 0 leaves out the MLA rows, DIM == 0 the index rows, ROTATED (pairs) == 0 the rotation."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < tokens
+    wait_for_inputs(OVERLAP)
     slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
     used = (slot >= 0) & (slot < num_slots)
-    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    # Slots that are used fit 32 bits: fewer instructions between the slot and the store.
+    short = slot.to(tl.uint32)
+    page, offset = (short // PAGE_SIZE).to(tl.int64), (short % PAGE_SIZE).to(tl.int64)
     if BLOCKS > 0:
-        if tl.program_id(1) == 0:
+        if DIM == 0 or tl.program_id(1) == 0:
             store_mla(
                 c_kv, k_pe, mla_weight, cos, sin, mla_pages, row, live, page, offset, used,
                 c_stride, k_stride, angle_stride, mla_page_stride, mla_eps,
                 BLOCKS, BLOCK, ROPE, MLA_ROW, MLA_NORM, ROTATED > 0, MLA_POWER_OF_TWO,
             )  # fmt: skip
     if DIM > 0:
-        if tl.program_id(1) == tl.num_programs(1) - 1:
+        if BLOCKS == 0 or tl.program_id(1) == 1:
             store_index(
                 key, key_weight, key_bias, cos, sin, index_pages, row, live, page, offset, used,
                 key_stride, angle_stride, index_page_stride, key_eps,
@@ -264,8 +273,7 @@ def norm_rope_store(
     num_pages = min(p.shape[0] for p in (mla_pages, index_pages) if p is not None)
     norm_rope_store_kernel[(triton.cdiv(tokens, per_program), roles)](
         slots,
-        *(pages if x is None else x for x in (cos, sin, c_kv, k_pe, mla_weight, mla_pages)),
-        *(pages if x is None else x for x in (key, key_weight, key_bias, index_pages)),
+        *(cos, sin, c_kv, k_pe, mla_weight, mla_pages, key, key_weight, key_bias, index_pages),
         tokens,
         num_pages * page_size,
         *(0 if x is None else x.stride(0) for x in (cos, c_kv, k_pe, key, mla_pages, index_pages)),
@@ -286,6 +294,7 @@ def norm_rope_store(
         ROWS=per_program,
         num_warps=warps,
         **EXACT,
+        **overlapped(pages),
     )
 
 
@@ -319,7 +328,7 @@ def compile_specs() -> list[CompileSpec]:
             constexprs = {
                 "BLOCKS": 4, "BLOCK": SCALE_BLOCK, "ROPE": 64, "DIM": 128, "ROTATED": 32, "MLA_ROW": mla,
                 "INDEX_ROW": index, "MLA_NORM": True, "KEY_NORM": True, "MLA_POWER_OF_TWO": exact,
-                "INDEX_POWER_OF_TWO": exact, "PAGE_SIZE": 64, "ROWS": per_program,
+                "INDEX_POWER_OF_TWO": exact, "PAGE_SIZE": 64, "ROWS": per_program, "OVERLAP": True,
             }  # fmt: skip
             specs.append(
                 CompileSpec(
@@ -328,7 +337,7 @@ def compile_specs() -> list[CompileSpec]:
                     signature=signature | dict.fromkeys(constexprs, "constexpr"),
                     constexprs=constexprs,
                     num_warps=warps,
-                    options=EXACT,
+                    options=EXACT | {"launch_pdl": True},
                     divisible_by_16=(*pointers, *sizes[2:]),
                 )
             )
