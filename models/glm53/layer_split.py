@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,11 +59,18 @@ class LayerSplit:
 
     def begin(self, plan: StepPlan) -> StepSplit:
         """For one step. Collective over replicas that share experts: one small all-gather and a sync; else local."""
+        return self._begin(plan.prompt.counts, plan.prompt_rows, plan.decode_rows)
+
+    def begin_decode(self, rows: int) -> StepSplit:
+        """For a step of so many decode rows alone. Collective as `begin`."""
+        return self._begin((0,) * self.pcp_rows.world_size, 0, rows)
+
+    def _begin(self, prompt_counts: Sequence[int], prompt_rows: int, decode_rows: int) -> StepSplit:
         shares = (
             self.peer_rows.counts(prompt + decode)[0]
-            for prompt, decode in zip(plan.prompt.counts, self.pcp_rows.counts(plan.decode_rows), strict=True)
+            for prompt, decode in zip(prompt_counts, self.pcp_rows.counts(decode_rows), strict=True)
         )
-        return StepSplit(self, plan.prompt_rows, plan.decode_rows, self.lockstep.most(max(shares)))
+        return StepSplit(self, prompt_rows, decode_rows, self.lockstep.most(max(shares)))
 
 
 @dataclass(frozen=True, eq=False)

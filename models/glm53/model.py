@@ -15,9 +15,10 @@ from cptools.cp_kv import ContextParallelKV, check_decode_parts
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
 from cptools.page_allocator import PageAllocator
+from cptools.step_rows import DecodeRows
 
 from .batch import BatchOutput, Progress, run_batch
-from .block import SelectionObserver, decoder_block, make_pass
+from .block import Pass, SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .layer_split import LayerSplit
 from .mtp import mtp_hidden
@@ -170,13 +171,24 @@ class GLM53:
         new_ids = {**prompt_ids, **decode_ids}
         kv = cache.kv.begin(plan, dense_up_to=self.dense_up_to)
         run = make_pass(self.config, kv, split, observer, plan)
-        x = self.weights.embed[local_ids(self, plan, [token for ids in new_ids.values() for token in ids])]
-        for layer, weights in enumerate(self.weights.layers):
-            x = decoder_block(x, layer, weights, run)
-        hidden = rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
+        hidden = self._forward(local_ids(self, plan, [token for ids in new_ids.values() for token in ids]), run)
         for request, ids in new_ids.items():
             cache.lengths[request] += len(ids)
         return StepResult(plan, kv, split, hidden, cache, {request: cache.lengths[request] for request in new_ids})
+
+    def decode_hidden(self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after the final norm of decode rows whose data are on the device. Collective.
+
+        ids: int64 [T] on the device, of padding rows any token. Nothing is checked, and no length is kept: this is the
+        part of a step that a CUDA graph is captured over. No sync, except with ep > 1.
+        """
+        return self._forward(ids, make_pass(self.config, cache.begin_decode(rows), self.split.begin_decode(len(rows))))
+
+    def _forward(self, ids: Tensor, run: Pass) -> Tensor:
+        x = self.weights.embed[ids]
+        for layer, weights in enumerate(self.weights.layers):
+            x = decoder_block(x, layer, weights, run)
+        return rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
 
     def mtp_step(self, result: StepResult, next_ids: Sequence[int]) -> Tensor:
         """Run the MTP layer over the rows of a step -> [local rows, hidden]; ``logits`` of it are draft logits.
