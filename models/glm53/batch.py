@@ -60,26 +60,29 @@ def run_batch(
     cache: EngineCache | None = None,
 ) -> BatchOutput:
     """See :meth:`GLM53.generate_batch`."""
-    if chunk is not None:
-        require_int("chunk", chunk, minimum=1)
-    require_int("max_new_tokens", max_new_tokens, minimum=1)
-    if prompt_logits not in ("last", "all"):
-        raise ValueError(f"prompt_logits={prompt_logits!r} must be 'last' or 'all'")
-    # The last new token is never fed, so it needs no position and no page.
-    ids = [check_ids(model.config, f"prompt {i}", prompt, max_new_tokens - 1) for i, prompt in enumerate(prompts)]
-    lengths = [len(prompt) + max_new_tokens - 1 for prompt in ids]
-    pages = sum(model.kv.layout.pages(length) for length in lengths)
-    if cache is None:
-        cache = model.new_cache(pages)
-    check_requests(model, cache, {})
-    if cache.tables.allocator.num_free < pages:
-        raise ValueError(f"the cache has {cache.tables.allocator.num_free} free pages, the batch needs {pages}")
+    with model.split.lockstep.checks():
+        if chunk is not None:
+            require_int("chunk", chunk, minimum=1)
+        require_int("max_new_tokens", max_new_tokens, minimum=1)
+        if prompt_logits not in ("last", "all"):
+            raise ValueError(f"prompt_logits={prompt_logits!r} must be 'last' or 'all'")
+        # The last new token is never fed, so it needs no position and no page.
+        ids = [check_ids(model.config, f"prompt {i}", prompt, max_new_tokens - 1) for i, prompt in enumerate(prompts)]
+        lengths = [len(prompt) + max_new_tokens - 1 for prompt in ids]
+        pages = sum(model.kv.layout.pages(length) for length in lengths)
+        if cache is None:
+            cache = model.new_cache(pages)
+        check_requests(model, cache, {})
+        if cache.tables.allocator.num_free < pages:
+            raise ValueError(f"the cache has {cache.tables.allocator.num_free} free pages, the batch needs {pages}")
 
     before = replace(cache.kv.traffic)
     sequences = [_Sequence(prompt, cache.open()) for prompt in ids]
     try:
         cache.tables.reserve({s.request: length for s, length in zip(sequences, lengths, strict=True)})
-        while unfinished := [s for s in sequences if not s.done]:
+        # Replicas that share experts step until none of them has rows, then all stop at once.
+        goes_on = model.split.lockstep.world_size > 1
+        while (unfinished := [s for s in sequences if not s.done]) or goes_on:
             cached = cache.lengths
             prefilling = [s for s in unfinished if cached[s.request] < len(s.prompt)]
             stops = [len(s.prompt) if chunk is None else cached[s.request] + chunk for s in prefilling]
@@ -91,6 +94,7 @@ def run_batch(
                 decodes={s.request: s.ids[-1:] for s in decoding},
                 observer=observer,
             )
+            goes_on = result.split.goes_on
             if prompt_logits == "all":
                 packed = model.prompt_logits(result)
                 for s, own in zip(chunks, packed.split([len(ids) for ids in chunks.values()]), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class LayerSplit:
         return self._begin(plan.prompt.counts, plan.prompt_rows, plan.decode_rows)
 
     def begin_decode(self, rows: int) -> StepSplit:
-        """For a step of so many decode rows alone. Collective as `begin`."""
+        """For a step of that many decode rows alone, padding included. Collective as `begin`."""
         return self._begin((0,) * self.pcp_rows.world_size, 0, rows)
 
     def _begin(self, prompt_counts: Sequence[int], prompt_rows: int, decode_rows: int) -> StepSplit:
@@ -83,6 +83,16 @@ class StepSplit:
     decode_rows: int
     most_rows: int
     """The rows of the rank with most of them once they are shared, in all replicas that take this step."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether all replicas of a lockstep must take another step, since one of them had rows in this one."""
+        return self.modules.lockstep.world_size > 1 and self.most_rows > 0
+
+    def decode_pass(self, rows: int) -> StepSplit:
+        """For a further pass within the step, over at most one decode row for each of its requests. Local."""
+        # So many rows are no more on any rank than the step's own, by which all replicas count their exchanges.
+        return replace(self, prompt_rows=0, decode_rows=rows)
 
     def share(self, x: Tensor) -> Tensor:
         """The rows of x [local rows, ...] that no other rank takes. Local; collect(share(x)) == x."""

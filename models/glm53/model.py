@@ -260,7 +260,9 @@ class GLM53:
 
         chunk: a request computes at most that many prompt tokens a step; a request whose prompt is done decodes
         beside those still prefilling. cache: pages to use (its requests are closed at the end); by default one that
-        just fits. observer sees every layer's selection, progress is called after each step. Collective.
+        just fits. observer sees every layer's selection, progress is called after each step. Collective; replicas that
+        share experts (dp > 1, ep > 1) call it together, each with its own prompts or none, and one that is done takes
+        part in the others' steps.
 
         Raises ValueError, on all ranks and before any work, on an empty prompt, a token outside the vocabulary, a
         length beyond max_position_embeddings, or a cache that is too small.
