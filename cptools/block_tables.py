@@ -46,6 +46,10 @@ class BlockTables:
         self.allocator.release(self._held(request))
         del self._pages[request]
 
+    def pages(self, request: int, start: int = 0) -> list[int]:
+        """The request's page ids from block ``start`` on."""
+        return self._held(request)[start:]
+
     def table(self, requests: Sequence[int]) -> Tensor:
         """int64 [R, most pages held], page ids in order, -1 after a request's last page."""
         held = [self._held(request) for request in requests]

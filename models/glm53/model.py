@@ -123,6 +123,16 @@ class GLM53:
     def device(self) -> torch.device:
         return self.weights.embed.device
 
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence."""
+        return self.config.max_position_embeddings
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `decode_hidden` may be captured in a CUDA graph: expert parallelism sends as many rows as it must."""
+        return self.device.type == "cuda" and self.split.experts.world_size == 1
+
     def new_cache(self, num_pages: int) -> EngineCache:
         """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local.
 

@@ -1,0 +1,66 @@
+"""Host memory that steps are fed from and answer into, so that the host never waits for the step it just launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class StepTicket:
+    """The tokens of one step, on their way to the host."""
+
+    def __init__(self, requests: Sequence[int], landing: Tensor, event: torch.cuda.Event | None) -> None:
+        self.requests = tuple(requests)
+        """Requests that get a token from the step, in the order in which they were given."""
+        self._landing, self._event = landing, event
+        self._tokens: dict[int, list[int]] | None = None
+
+    def ready(self) -> bool:
+        """Whether `tokens` would not wait."""
+        return self._tokens is not None or self._event is None or self._event.query()
+
+    def tokens(self) -> dict[int, list[int]]:
+        """New tokens of each request. Waits for the step; a caller that launches the next one first loses no time."""
+        if self._tokens is None:
+            if self._event is not None:
+                self._event.synchronize()
+            values = self._landing[: len(self.requests)].tolist()
+            self._tokens = {request: [token] for request, token in zip(self.requests, values, strict=True)}
+        return self._tokens
+
+
+class HostRing:
+    """``depth`` pairs of host buffers, int64, pinned where the device is a GPU: one is reused once its step is done.
+
+    Asking for more steps ahead than the depth waits for the oldest of them.
+    """
+
+    def __init__(self, depth: int, *, staging: int, landing: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+        def buffers(size: int) -> list[Tensor]:
+            return [torch.empty(size, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(depth)]
+
+        self._staging, self._landing = buffers(staging), buffers(landing)
+        self._tickets: list[StepTicket | None] = [None] * depth
+        self._next = 0
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Buffers for the next step: what it is fed, where its tokens land."""
+        ticket = self._tickets[self._next]
+        if ticket is not None:
+            ticket.tokens()
+        return self._staging[self._next], self._landing[self._next]
+
+    def launched(self, requests: Sequence[int]) -> StepTicket:
+        """The ticket of the step that the buffers were taken for, once all its work is on the current stream."""
+        event = None
+        if self._on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        ticket = StepTicket(requests, self._landing[self._next], event)
+        self._tickets[self._next] = ticket
+        self._next = (self._next + 1) % len(self._tickets)
+        return ticket
