@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from cptools.formats import FP8, IndexRows
+from cptools.kernels.indexer_topk import indexer_scores
 from cptools.kernels.kv_store import store_rows
 from cptools.kernels.paged_topk import choose_paged_topk, fp8_query, paged_topk
+from cptools.kernels.topk_select import topk_select
 
 LENS = (0, 1, 63, 64, 65, 700)
 HEADS, PAGE = 4, 16
@@ -70,6 +72,24 @@ def test_row_does_not_depend_on_the_others_nor_on_the_width_of_the_table() -> No
         got = paged_topk(query[one], weights[one], pages, wide[one], kv_lens=lens[one], **sizes)
         assert torch.equal(got[0], want[0][one])
         assert torch.equal(got[1], want[1][one])
+
+
+def test_contexts_around_2048() -> None:
+    """Field case D17: lengths at which kernels change over, in one batch and in pages of 64."""
+    generator = torch.Generator().manual_seed(2)
+    row_format, lens, k = IndexRows(32, FP8), torch.tensor([2047, 2048, 2049, 4096]), 256
+    tables = torch.randperm(4 * 64, generator=generator).view(4, 64)
+    rows = row_format.pack(torch.randn(4 * 4096, 32, generator=generator))
+    pages = torch.zeros(256, 64 * row_format.row_bytes, dtype=torch.uint8)
+    slots = (tables.unsqueeze(2) * 64 + torch.arange(64)).flatten()
+    store_rows(pages, slots, rows, planes=row_format.planes, page_size=64)
+    query, weights = torch.randn(4, 16, 32, generator=generator), torch.randn(4, 16, generator=generator)
+    positions, _ = paged_topk(query, weights, pages, tables, kv_lens=lens, k=k, row_format=row_format, page_size=64)
+    keys, rounded = row_format.unpack(rows).view(4, 4096, 32), row_format.round_query(query)
+    for row, seen in enumerate(lens.tolist()):
+        scores = indexer_scores(rounded[row : row + 1], weights[row : row + 1], keys[row, :seen])
+        want, _ = topk_select(scores, k, sorted_by="position")
+        assert torch.equal(positions[row : row + 1], want)
 
 
 def test_no_rows_no_pages_no_keys() -> None:
