@@ -18,7 +18,7 @@ LAYERS = {
     "plans": "integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan".split(),
     "kernels": "kernels/ formats partial".split(),
     "modules": """collectives cp_shard kv_shard lse_merge parallel host_pool paged_rows step_rows layer_context cp_kv
-                  shared_rows tensor_parallel expert_exchange lockstep""".split(),
+                  shared_rows tensor_parallel expert_exchange lockstep spans""".split(),
     "front": "__init__ cli doctor".split(),
 }
 # models.glm53 and serving read cptools by its public names, so for them it is one layer.

@@ -11,6 +11,7 @@ from torch import Tensor
 from cptools.cp_kv import KVStep
 from cptools.kernels.rowwise import RopeAngles, rms_norm
 from cptools.layer_context import Selection
+from cptools.spans import Span, no_span
 from cptools.step_plan import StepPlan
 
 from . import attention, indexer
@@ -35,6 +36,8 @@ class Pass:
     """[local rows, index_topk]: what each row attends to. Set by full layers, read by the layers that share their
     indexer; nothing for rows on the dense path."""
     observer: Callable[[int, Tensor, Tensor], None] | None = None
+    span: Span = no_span
+    """What the parts of each layer run in."""
 
 
 def make_pass(
@@ -57,38 +60,48 @@ def make_pass(
 def decoder_block(x: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
     """x [local rows, hidden] -> the same. Every rank calls it with the same step, also with zero rows."""
     eps = run.config.rms_norm_eps
-    x = x + _attention(rms_norm(x, w.input_norm, eps), layer, w, run)
-    return x + feed_forward(rms_norm(x, w.post_attention_norm, eps), w.ffn, run.config, run.split)
+    with run.span(f"layer {layer}"):
+        x = x + _attention(rms_norm(x, w.input_norm, eps), layer, w, run)
+        with run.span("feed forward"):
+            return x + feed_forward(rms_norm(x, w.post_attention_norm, eps), w.ffn, run.config, run.split)
 
 
 def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
-    config, step, angles = run.config, run.step, run.angles
-    keys = None if w.indexer is None else indexer.new_keys(u, w.indexer)
-    step.append(layer, angles, attention.new_latents(u, w.attention, config), keys)
+    config, step, angles, span = run.config, run.step, run.angles, run.span
+    with span("new rows"):
+        keys = None if w.indexer is None else indexer.new_keys(u, w.indexer)
+        step.append(layer, angles, attention.new_latents(u, w.attention, config), keys)
 
     split = run.split.modules
     out = torch.empty_like(u)
-    with step.context(layer, with_index=w.indexer is not None) as context:
+    with span("context"):
+        context = step.context(layer, with_index=w.indexer is not None)
+    with context:
         for block in step.blocks:
             rows = block.rows
-            qr = attention.query_residual(u[rows], w.attention, config)
-            q_nope, q_pe = attention.query_heads(qr, w.attention, angles[rows], config)
+            with span("queries"):
+                qr = attention.query_residual(u[rows], w.attention, config)
+                q_nope, q_pe = attention.query_heads(qr, w.attention, angles[rows], config)
             if block.path == "dense":
-                sequence = context.prompt_sequence(block.request)
-                lens = step.prompt.kv_lens[rows]
-                out[rows] = attention.dense_output(q_nope, q_pe, sequence, lens, w.attention, config)
+                with span("attend"):
+                    sequence = context.prompt_sequence(block.request)
+                    lens = step.prompt.kv_lens[rows]
+                    out[rows] = attention.dense_output(q_nope, q_pe, sequence, lens, w.attention, config)
                 continue
             if w.indexer is not None:
-                query, weights = indexer.index_query(qr, u[rows], w.indexer, angles[rows], config)
-                context.select(block, query, weights, run.selected[rows])
-            query = attention.absorb(q_nope, q_pe, w.attention)
-            all_heads = block.path == "decode" and split.decode_all_heads
-            if all_heads:
-                query = split.tp.gather_heads(query)
-            latent = context.attend(block, query, run.selected[rows], scale=config.softmax_scale)
-            if all_heads:
-                latent = split.tp.own_heads(latent)
-            out[rows] = attention.output(latent, w.attention)
+                with span("select"):
+                    query, weights = indexer.index_query(qr, u[rows], w.indexer, angles[rows], config)
+                    context.select(block, query, weights, run.selected[rows])
+            with span("attend"):
+                query = attention.absorb(q_nope, q_pe, w.attention)
+                all_heads = block.path == "decode" and split.decode_all_heads
+                if all_heads:
+                    query = split.tp.gather_heads(query)
+                latent = context.attend(block, query, run.selected[rows], scale=config.softmax_scale)
+                if all_heads:
+                    latent = split.tp.own_heads(latent)
+            with span("output"):
+                out[rows] = attention.output(latent, w.attention)
     if run.observer is not None:
         prompt_rows = step.prompt.rows
         run.observer(layer, run.selected.positions[:prompt_rows], run.selected.positions[prompt_rows:])

@@ -15,6 +15,7 @@ from cptools.cp_kv import ContextParallelKV, check_decode_parts
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
 from cptools.page_allocator import PageAllocator
+from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
 from .batch import BatchOutput, Progress, run_batch
@@ -59,6 +60,8 @@ class GLM53:
         self.mla = MlaRows(config.kv_lora_rank, config.qk_rope_head_dim, _ROW_DTYPES[kv_rows])
         self.index = IndexRows(config.index_head_dim, _ROW_DTYPES[kv_rows])
         self.decode_parts = decode_parts
+        self.span: Span = no_span
+        """What the parts of a step run in; set it to `cptools.spans.nvtx_span` to see them in a profile."""
         # A prompt of at most top-k tokens selects all of itself, so dense attention over it is the same function.
         self.dense_up_to = 0 if sparse_mla_force_mqa else config.index_topk
 
@@ -195,6 +198,7 @@ class GLM53:
         return self._forward(ids, make_pass(self.config, cache.begin_decode(rows), self.split.begin_decode(len(rows))))
 
     def _forward(self, ids: Tensor, run: Pass) -> Tensor:
+        run.span = self.span
         x = self.weights.embed[ids]
         for layer, weights in enumerate(self.weights.layers):
             x = decoder_block(x, layer, weights, run)

@@ -14,7 +14,6 @@ of different widths, since scoring costs launches by the width.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from cptools.block_tables import BlockTables
 from cptools.cp_kv import ContextParallelKV
 from cptools.integers import require_int
 from cptools.kernels.sampling import Sampling, SamplingRows, sample
+from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
 from .request_rows import RequestRows
@@ -137,7 +137,7 @@ class ModelRunner:
         table_blocks: widths of block tables, in pages, that graphs are captured for.
         graphs: capture decode; None where the model allows. False calls the same functions on the same buffers.
         steps_ahead: steps that the host may launch before it must have read the first one's tokens.
-        ranges: put NVTX ranges around the parts of a step.
+        span: what the parts of a step run in, such as `cptools.spans.nvtx_span`.
 
     Raises:
         ValueError: sizes that do not fit, or graphs=True for a model that can not be captured.
@@ -154,7 +154,7 @@ class ModelRunner:
         table_blocks: Iterable[int] | None = None,
         graphs: bool | None = None,
         steps_ahead: int = 4,
-        ranges: bool = False,
+        span: Span = no_span,
     ) -> None:
         require_int("max_requests", max_requests, minimum=1)
         require_int("steps_ahead", steps_ahead, minimum=1)
@@ -177,7 +177,7 @@ class ModelRunner:
         self._rows: dict[int, int] = {}
         self._settings: dict[int, Sampling] = {}
         self._decoding: set[int] = set()
-        self._ranges = ranges and device.type == "cuda"
+        self.span = span
 
     def open(self, sampling: Sampling | None = None) -> int:
         """A new request without tokens. Raises ValueError if ``max_requests`` are open."""
@@ -223,14 +223,14 @@ class ModelRunner:
         staging, landing = self._ring.take()
         first = []
         if prompts:
-            with self._range("prompts"):
+            with self.span("prompts"):
                 result = self.model.step(self.cache, prompts=prompts)
                 if first := [request for request in prompts if request in set(ending)]:
                     tokens = self._first_tokens(self.model.last_logits(result), list(prompts), first)
                     landing[: len(first)].copy_(tokens, non_blocking=True)
         if decodes:
             shape = self._shape(decodes)
-            with self._range(f"decode {shape.requests}"):
+            with self.span(f"decode {shape.requests}"):
                 tokens = self._decode(shape, staging, decodes)
                 landing[len(first) : len(first) + len(decodes)].copy_(tokens[: len(decodes)], non_blocking=True)
             for request in decodes:
@@ -336,9 +336,6 @@ class ModelRunner:
         state.tokens.index_put_((inputs.rows,), tokens)
         state.lengths.index_put_((inputs.rows,), torch.where(contexts < 0, -1, contexts + 1))
         return tokens
-
-    def _range(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return torch.cuda.nvtx.range(name) if self._ranges else contextlib.nullcontext()
 
 
 def _steps(name: str, given: Iterable[int] | None, most: int, usual: Sequence[int]) -> list[int]:

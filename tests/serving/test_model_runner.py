@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from cptools import PoolExhausted
 from cptools.kernels.sampling import Sampling
+from cptools.spans import no_span
 from models.glm53 import GLM53
 from serving.engine import ModelRunner
 from tests.checkpoints import TINY, random_prompts, save_random
@@ -181,3 +184,33 @@ def test_padding_leaves_its_row_as_it_was(model: GLM53) -> None:
     assert state.lengths[state.padding] == -1
     assert (state.tables[state.padding] == -1).all()
     assert torch.equal(state.lengths[:1], torch.tensor([4]))
+
+
+def test_spans_name_every_part_and_close(model: GLM53) -> None:
+    open_now: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    @contextlib.contextmanager
+    def span(name: str):
+        open_now.append(name)
+        seen.append(tuple(open_now))
+        yield
+        assert open_now.pop() == name
+
+    runner = runner_of(model, span=span)
+    request = runner.open()
+    model.span = span
+    try:
+        runner.step(prompts={request: [1, 2, 3]}, ending=[request])
+        runner.step(decodes=[request])
+    finally:
+        model.span = no_span
+    assert open_now == []
+    layers = range(TINY.num_hidden_layers)
+    full = [kind == "full" for kind in TINY.indexer_types]
+    for step in ("prompts", "decode 1"):
+        parts = [path for path in seen if path[0] == step]
+        for name in ("new rows", "context", "queries", "attend", "output", "feed forward"):
+            assert parts.count((step, "layer 0", name)) == 1
+            assert len([path for path in parts if path[-1] == name]) == len(layers), name
+        assert [(step, f"layer {i}", "select") in parts for i in layers] == full
