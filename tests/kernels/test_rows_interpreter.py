@@ -139,7 +139,29 @@ def check_store_and_unpack() -> None:
             assert torch.equal(joint, expected)
 
 
-@pytest.mark.parametrize("check", [check_merge, check_moves, check_store_and_unpack])
+def check_slots() -> None:
+    import torch
+
+    from cptools.kernels.selected_slots import reference, triton
+    from cptools.layout import KVLayout
+
+    generator = torch.Generator().manual_seed(0)
+    for world_size, interleave, page_size in [(1, 1, 64), (2, 1, 16), (3, 4, 8), (8, 16, 16)]:
+        layout = KVLayout(world_size, interleave, page_size)
+        tables = torch.randperm(32, generator=generator).view(4, 8)
+        tables[3, 2:] = -1
+        positions = torch.randint(-2, 9 * layout.virtual_block, (5, 1100), generator=generator)
+        positions[0, :3] = torch.tensor([2**40, 2**31, 2**32])
+        ids = torch.tensor([3, 0, -1, 4, 1])
+        for dtype in (torch.int32, torch.int64):
+            got, want = (torch.full((5, 1100), 99, dtype=dtype) for _ in range(2))
+            rank = world_size - 1
+            triton.selected_slots(got, positions, ids, tables, world_size, interleave, page_size, rank)
+            reference.selected_slots(want, positions, ids, tables, layout=layout, rank=rank)
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("check", [check_merge, check_moves, check_store_and_unpack, check_slots])
 def test_under_the_interpreter(check: Callable[[], None]) -> None:
     code = f"import runpy; runpy.run_path({__file__!r})[{check.__name__!r}]()"
     child = subprocess.run(
