@@ -46,7 +46,7 @@ def absorb(q_nope: Tensor, q_pe: Tensor, w: AttentionWeights) -> Tensor:
 
 def output(latent: Tensor, w: AttentionWeights) -> Tensor:
     """Attended latents [T, H, latent], floats -> [T, hidden]."""
-    values = head_linear(latent.to(w.o.dtype), w.w_uv.transpose(1, 2))
+    values = head_linear(latent.to(w.w_uv.dtype), w.w_uv.transpose(1, 2))
     return linear(values.flatten(1), w.o)
 
 
@@ -58,10 +58,10 @@ def dense_output(
     rows float32 [S, latent + rope]: the cache rows of the whole prompt; kv_lens int64 [T]: the keys each query sees.
     """
     heads = w.w_uk.shape[0]
-    lat, k_pe = rows.to(w.o.dtype).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
+    lat, k_pe = rows.to(w.w_uv.dtype).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
     k_nope = linear(lat, w.w_uk.flatten(0, 1)).unflatten(1, (heads, config.qk_nope_head_dim))
     keys = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, heads, -1)], dim=2)
     values = linear(lat, w.w_uv.flatten(0, 1)).unflatten(1, (heads, config.v_head_dim))
     query = torch.cat([q_nope, q_pe], dim=2)
     attended, _ = dense_mha(query, keys, values, kv_lens, scale=config.softmax_scale)
-    return linear(attended.to(w.o.dtype).flatten(1), w.o)
+    return linear(attended.to(w.w_uv.dtype).flatten(1), w.o)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,41 @@ class GLM53Config:
         while not self.is_full(layer):
             layer -= 1
         return layer
+
+    def indexer_group(self, layer: int) -> range:
+        """The decoder layers that attend to the same selection as ``layer``: its full layer and those that share it."""
+        first = last = self.indexer_of(layer)
+        while last + 1 < self.num_hidden_layers and not self.is_full(last + 1):
+            last += 1
+        return range(first, last + 1)
+
+    def excerpt(self, layers: Sequence[int], *, experts: int | None = None, mtp: bool = False) -> GLM53Config:
+        """The model that consists of these decoder layers of this one, at full width, with ``experts`` experts.
+
+        A token of the excerpt goes to no more experts than there are. mtp: with the MTP layer. The vocabulary stays.
+
+        Raises ValueError unless the layers are this model's, ascending, and every shared one comes with its indexer.
+        """
+        wrong = [layer for layer in layers if not 0 <= layer < self.num_hidden_layers]
+        if wrong or not layers or list(layers) != sorted(set(layers)):
+            raise ValueError(f"layers={list(layers)} are not some of 0..{self.num_hidden_layers - 1}, ascending")
+        for layer, before in zip(layers, (None, *layers[:-1]), strict=True):
+            if not self.is_full(layer) and (before is None or self.indexer_of(before) != self.indexer_of(layer)):
+                raise ValueError(f"layers={list(layers)}: {layer} needs the indexer of layer {self.indexer_of(layer)}")
+        experts = self.n_routed_experts if experts is None else experts
+        if not 1 <= experts <= self.n_routed_experts:
+            raise ValueError(f"experts={experts} is not in 1..{self.n_routed_experts}")
+        if mtp and not self.num_nextn_predict_layers:
+            raise ValueError("mtp=True, but num_nextn_predict_layers=0")
+        return replace(
+            self,
+            num_hidden_layers=len(layers),
+            indexer_types=tuple(self.indexer_types[layer] for layer in layers),
+            mlp_layer_types=tuple(self.mlp_layer_types[layer] for layer in layers),
+            n_routed_experts=experts,
+            num_experts_per_tok=min(self.num_experts_per_tok, experts),
+            num_nextn_predict_layers=int(mtp),
+        )
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_cache_layers:

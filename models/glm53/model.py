@@ -23,10 +23,9 @@ from .block import Pass, SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .layer_split import LayerSplit
 from .mtp import mtp_hidden
-from .sharded_weights import check_split, split_weights
 from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
-from .weight_split import WeightSplit
-from .weights import ModelWeights, load_weights
+from .weight_split import WeightSplit, check_split
+from .weights import LoadProgress, ModelWeights, load_weights
 
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 
@@ -79,13 +78,17 @@ class GLM53:
         sparse_mla_force_mqa: bool = True,
         page_size: int = 64,
         interleave: int = 1,
+        keep_fp8: bool = False,
+        progress: LoadProgress | None = None,
     ) -> GLM53:
-        """Load a checkpoint directory of released tensor names (FP32, BF16 or block-FP8, dequantised to ``dtype``).
+        """Load a checkpoint directory of released tensor names (FP32, BF16 or block-FP8, dequantised to ``dtype``),
+        of which a rank reads its part.
 
         parallel: groups of this rank's engine, not owned; without it the model runs alone. kv_rows: format of cached
         rows. latent_norm_eps: default is config.json's, else 1e-5. decode_parts: sum decode attention as that many
         DCP ranks would. sparse_mla_force_mqa: False sends prompts of at most top-k tokens through dense attention.
-        interleave, page_size: of the KV layout. Local, no communication.
+        interleave, page_size: of the KV layout. keep_fp8: block-FP8 matrices stay so, and products with them quantise
+        their rows. progress: told how many bytes are read, see `progress_bar`. Local, no communication.
 
         Raises ValueError, on all ranks alike, on a config or checkpoint that does not fit, naming every fault.
         """
@@ -109,7 +112,9 @@ class GLM53:
             kv = RoundRobinKVShard(group=parallel.dcp, interleave=interleave, page_size=page_size)
             merge = LSEMerge(group=parallel.dcp, scatter="none")
             split = LayerSplit.over(parallel, config.n_routed_experts)
-        weights = split_weights(load_weights(path, config, device=device, dtype=dtype), part)
+        weights = load_weights(
+            path, config, device=device, dtype=dtype, split=part, keep_fp8=keep_fp8, progress=progress
+        )
         return cls(
             config,
             weights,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from cptools.integers import require_int
 
+from .config import GLM53Config
+
 
 @dataclass(frozen=True)
 class WeightSplit:
@@ -30,17 +32,33 @@ class WeightSplit:
             if rank >= size:
                 raise ValueError(f"{self} has a rank outside its size")
 
-    def shard(self, size: int) -> slice:
-        """This TP rank's part of ``size`` heads, rows or columns; ValueError where tp does not divide it."""
-        return _part(size, self.tp, self.tp_rank)
+    def shard(self, size: int, what: str = "a width") -> slice:
+        """This TP rank's part of ``size`` heads, rows or columns; ValueError, naming ``what``, unless tp divides it."""
+        return _part(size, self.tp, self.tp_rank, what)
 
     def experts(self, count: int) -> slice:
         """The routed experts of this EP rank; ValueError where ep does not divide them."""
-        return _part(count, self.ep, self.ep_rank)
+        return _part(count, self.ep, self.ep_rank, "n_routed_experts")
 
 
-def _part(size: int, parts: int, part: int) -> slice:
+def check_split(config: GLM53Config, split: WeightSplit) -> None:
+    """ValueError, naming each, unless every size of the model that the split divides can be divided."""
+    sizes = {"num_attention_heads": config.num_attention_heads}
+    if "dense" in config.mlp_layer_types:
+        sizes["intermediate_size"] = config.intermediate_size
+    if any(config.is_sparse(layer) for layer in range(config.num_cache_layers)):
+        sizes["moe_intermediate_size * n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
+        if split.ep == 1:
+            sizes["moe_intermediate_size"] = config.moe_intermediate_size
+    faults = [f"tp={split.tp} must divide {name}={size}" for name, size in sizes.items() if size % split.tp]
+    if config.n_routed_experts % split.ep:
+        faults.append(f"ep={split.ep} must divide n_routed_experts={config.n_routed_experts}")
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def _part(size: int, parts: int, part: int, what: str) -> slice:
     if size % parts:
-        raise ValueError(f"{size} can not be split evenly over {parts} ranks")
+        raise ValueError(f"{what} of {size} can not be split evenly over {parts} ranks")
     each = size // parts
     return slice(part * each, (part + 1) * each)

@@ -1,0 +1,45 @@
+"""Random weights of any size, made where they are used."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import GLM53Config
+from ..weight_split import WeightSplit
+from .fill import Filling, fill
+from .kept_fp8 import check_kept
+from .layout import assemble, parameters
+from .model_weights import ModelWeights
+from .random_source import RandomSource
+from .released import is_released_as_fp8
+
+
+def random_weights(
+    config: GLM53Config,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    keep_fp8: bool = False,
+    split: WeightSplit | None = None,
+    seed: int = 0,
+    router_skew: float = 0.0,
+) -> ModelWeights:
+    """What `load_weights` of the same arguments gives for a saved `RandomSource` of this seed, without the checkpoint.
+
+    Made on ``device`` piece by piece, beyond the weights themselves in less than 1 GiB. One seed is one model on every
+    device, at every split and with or without ``keep_fp8``. router_skew: see `RandomSource`; random weights route and
+    select keys close to uniformly, which real text does not. Local, no sync.
+
+    Raises ValueError as `load_weights` does.
+    """
+    split = split or WeightSplit()
+    source = RandomSource(config, seed=seed, device=device, router_skew=router_skew)
+    block = config.weight_block_size
+    kept = {name for name, shape in source.shapes.items() if keep_fp8 and is_released_as_fp8(name, shape)}
+    if keep_fp8:
+        check_kept(parameters(config, split), kept, source.shapes, block)
+    filling = Filling(torch.device(device), dtype, kept)
+    weights = assemble(config, split, filling)
+    for cut, into in filling.places:
+        fill(cut, into, source.read, block)
+    return weights
