@@ -1,0 +1,92 @@
+"""A sharded block-FP8 checkpoint read in parts by two ranks gives the logits of one rank that reads all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cptools import ParallelConfig, ParallelGroups
+from models.glm53 import GLM53, GLM53Config
+from models.glm53.weights import RandomSource, save_sharded_checkpoint
+from tests.checkpoints import random_prompts
+from tests.model.test_weight_loading import BLOCKY, beyond_the_weights
+from tests.ranks.harness import run_ranks
+
+FULL = GLM53Config.glm53()
+# (sizes, keep_fp8, dtype)
+CASES = [
+    ({"pcp": 2, "ep": 2}, False, torch.float32),
+    ({"pcp": 2, "ep": 2}, True, torch.bfloat16),
+    ({"pcp": 2, "dcp": 2, "ep": 2}, True, torch.float32),
+    ({"tp": 2}, False, torch.float32),
+    ({"tp": 2, "ep": 2}, True, torch.float32),
+]
+
+
+def _logits(path: Path, prompt: list[int], parallel: ParallelGroups | None, **options: Any) -> Tensor:
+    model = GLM53.from_pretrained(path, parallel=parallel, **options)
+    return model.prefill_logits(prompt)
+
+
+def _parallel(rank: int, world_size: int, path: Path, prompt: list[int], sizes: dict[str, int], options: Any) -> Tensor:
+    with ParallelGroups.from_world(ParallelConfig(**sizes)) as groups:
+        return _logits(path, prompt, groups, **options)
+
+
+def _check(path: Path, prompt: list[int], sizes: dict[str, int], timeout: float, **options: Any) -> None:
+    results = run_ranks(_parallel, 2, path, prompt, sizes, options, timeout=timeout)
+    alone = _logits(path, prompt, None, **options)
+    assert alone.isfinite().all()
+    for logits in results:
+        if "tp" not in sizes:
+            assert torch.equal(logits, alone)
+        elif not options["keep_fp8"]:
+            assert (logits - alone).abs().max() < 1e-4
+        else:  # an activation between two e4m3 values may round either way after a sum in another order
+            assert (logits - alone).square().mean() < 0.05**2 * alone.square().mean()
+
+
+@pytest.fixture(scope="module")
+def blocky(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("blocky")
+    source = RandomSource(BLOCKY, seed=0, device="cpu", router_skew=0.1)
+    save_sharded_checkpoint(path, BLOCKY, source.tensors(), shard_bytes=2**18)
+    return path
+
+
+@pytest.mark.parametrize(("sizes", "keep_fp8", "dtype"), CASES)
+def test_two_ranks_equal_one(blocky: Path, sizes: dict[str, int], keep_fp8: bool, dtype: torch.dtype) -> None:
+    (prompt,) = random_prompts((BLOCKY.index_topk,), BLOCKY.vocab_size)
+    _check(blocky, prompt, sizes, 60, keep_fp8=keep_fp8, dtype=dtype)
+
+
+def test_weights_kept_in_fp8_are_those_dequantised(blocky: Path) -> None:
+    """Products with them differ by the rounding of activations to e4m3, 3 mantissa bits, and by no more."""
+    config = replace(BLOCKY.excerpt([0]), weight_block_size=(128, 128))  # no router, whose choices could differ
+    path = blocky / "dense"
+    save_sharded_checkpoint(path, config, RandomSource(config, seed=0, device="cpu").tensors())
+    (prompt,) = random_prompts((config.index_topk,), config.vocab_size)
+    plain, kept = (_logits(path, prompt, None, keep_fp8=keep) for keep in (False, True))
+    error = float((kept - plain).square().mean().sqrt() / plain.square().mean().sqrt())
+    assert 1e-3 < error < 0.1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_true_dims_round_trip(tmp_path: Path) -> None:
+    """An IndexShare group of GLM-5.3 at full width with 4 of 256 experts, 1.5 GB, read by one rank and by two."""
+    config = replace(FULL.excerpt(FULL.indexer_group(6), experts=4), vocab_size=1024)
+    save_sharded_checkpoint(tmp_path, config, RandomSource(config, seed=0, device="cpu").tensors(), shard_bytes=2**28)
+    assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) > 1.4e9
+    for kind in ("fp8", "dequantised"):
+        for ep in (1, 2):
+            _, beyond = beyond_the_weights(tmp_path, ep=ep, kind=kind)
+            assert beyond < 2**30
+    (prompt,) = random_prompts((23,), config.vocab_size)
+    for sizes, keep_fp8, dtype in CASES:
+        _check(tmp_path, prompt, sizes, 300, keep_fp8=keep_fp8, dtype=dtype)
