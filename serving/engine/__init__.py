@@ -1,6 +1,7 @@
 """One engine: a model, its cache and the requests on them, step after step."""
 
-from .model_runner import ModelRunner, PagedModel
+from .model_runner import ModelRunner
+from .paged_model import PagedCache, PagedModel
 from .tickets import StepTicket
 
-__all__ = ["ModelRunner", "PagedModel", "StepTicket"]
+__all__ = ["ModelRunner", "PagedCache", "PagedModel", "StepTicket"]

@@ -1,83 +1,40 @@
 """One engine's steps: prompts eagerly, decode as CUDA graphs over persistent buffers, tokens fed on the device.
 
-The runner knows no model. It keeps what any model with paged rows needs, the last token, length and block table of each
-request, on the device (`RequestRows`), and asks the model for two things (`PagedModel`): a step of prompt tokens, and
-hidden states of decode rows that are described by tensors alone (`cptools.step_rows.DecodeRows`). To serve another
-sparse-MLA model, give it these methods over a cache of `cptools.cp_kv.ContextParallelKV`, `BlockTables` and lengths:
-attention and selection come with `KVStep`, and nothing here changes.
+The runner knows no model. It keeps what any model with paged rows needs, the last token, drafts, length and block table
+of each request, on the device (`RequestRows`), and asks the model for a step of prompt tokens and for hidden states of
+decode rows that are described by tensors alone (`cptools.step_rows.DecodeRows`). To serve another sparse-MLA model,
+give it the methods of `PagedModel` over a `cptools.cp_kv.ContextParallelKV`: attention and selection come with its
+`KVStep`, and nothing here changes.
 
 A step of decode rows is one copy of a few integers to the device, one graph and one copy of tokens back. The graph of a
 batch size serves any requests of any lengths: the rows that a batch lacks are *padding*, which sees no key, has no slot
 and writes into a row of its own. Greedy, drawn and truncated sampling have graphs of their own, and so have tables
 of different widths, since scoring costs launches by the width.
+
+With drafts a request gets 1 to k + 1 tokens a step, and how many stays on the device until a ticket is read. Until then
+the cache's lengths count all of them, so pages suffice for whatever comes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from cptools.block_tables import BlockTables
-from cptools.cp_kv import ContextParallelKV
 from cptools.integers import require_int
 from cptools.kernels.sampling import Sampling, SamplingRows, sample
 from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
+from .decode_inputs import DecodeInputs
+from .paged_model import Cache, PagedModel, Result
 from .request_rows import RequestRows
 from .step_graphs import StepGraphs
 from .tickets import HostRing, StepTicket
-
-
-class PagedCache(Protocol):
-    """The cache of one engine, on one rank."""
-
-    @property
-    def kv(self) -> ContextParallelKV: ...
-    @property
-    def tables(self) -> BlockTables: ...
-    @property
-    def lengths(self) -> MutableMapping[int, int]:
-        """Cached tokens of each open request."""
-
-    def open(self) -> int: ...
-    def close(self, request: int) -> None: ...
-
-
-Cache = TypeVar("Cache", bound=PagedCache, contravariant=True)
-Result = TypeVar("Result")
-
-
-class PagedModel(Protocol[Cache, Result]):
-    """What the runner asks of a model. Every rank of an engine makes the same calls."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence."""
-
-    @property
-    def capturable(self) -> bool:
-        """Whether `decode_hidden` and `logits` may be captured in a CUDA graph here."""
-
-    def step(self, cache: Cache, *, prompts: Mapping[int, Sequence[int]]) -> Result:
-        """Compute prompt tokens behind what is cached, and count them in the cache's lengths. All or nothing."""
-
-    def last_logits(self, result: Result) -> Tensor:
-        """float32 [R, vocab] of the last row of each prompt of a step, in their order."""
-
-    def decode_hidden(self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor) -> Tensor:
-        """Hidden states [T, D] of decode rows, ids int64 [T] on the device."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[T, D] -> float32 [T, vocab]."""
 
 
 @dataclass(frozen=True)
@@ -90,35 +47,7 @@ class _Shape:
     truncated: bool
 
 
-class _Inputs:
-    """What changes from step to step in a graph of so many requests: their rows, and new pages of their tables."""
-
-    def __init__(self, requests: int, new_pages: int, padding: int, device: torch.device) -> None:
-        self.requests, self.new_pages, self.padding = requests, requests * new_pages, padding
-        self.buffer = torch.empty(requests + 3 * self.new_pages, dtype=torch.int64, device=device)
-        self.rows = self.buffer[:requests]
-        self.table_rows, self.table_columns, self.table_pages = self.buffer[requests:].view(3, -1)
-        self.clear()
-
-    def clear(self) -> None:
-        """Nothing but padding."""
-        self.rows.fill_(self.padding)
-        self.table_rows.fill_(self.padding)
-        self.table_columns.fill_(0)
-        self.table_pages.fill_(-1)
-
-    def fill(self, staging: Tensor, rows: Sequence[int], updates: Sequence[tuple[int, int, int]]) -> None:
-        """One copy from pinned memory; nobody waits for it."""
-        values = [*rows, *[self.padding] * (self.requests - len(rows))]
-        updates = [*updates, *[(self.padding, 0, -1)] * (self.new_pages - len(updates))]
-        for column in zip(*updates, strict=True):
-            values.extend(column)
-        staging = staging[: len(values)]
-        staging.copy_(torch.tensor(values))
-        self.buffer.copy_(staging, non_blocking=True)
-
-
-class ModelRunner:
+class ModelRunner(Generic[Cache, Result]):
     """Steps of one engine on one rank. Not thread-safe.
 
         runner = ModelRunner(model, cache, max_requests=64, max_tokens=8192)
@@ -133,6 +62,7 @@ class ModelRunner:
         model, cache: of one rank; all ranks of an engine make the same calls.
         max_requests: open at once.
         max_tokens: most cached tokens of a request, at most the model's positions.
+        draft_tokens: drafts k of the model that are verified with each token.
         batch_sizes: decoding requests that graphs are captured for; a batch takes the smallest that holds it.
         table_blocks: widths of block tables, in pages, that graphs are captured for.
         graphs: capture decode; None where the model allows. False calls the same functions on the same buffers.
@@ -150,6 +80,7 @@ class ModelRunner:
         *,
         max_requests: int,
         max_tokens: int,
+        draft_tokens: int = 0,
         batch_sizes: Iterable[int] | None = None,
         table_blocks: Iterable[int] | None = None,
         graphs: bool | None = None,
@@ -158,21 +89,30 @@ class ModelRunner:
     ) -> None:
         require_int("max_requests", max_requests, minimum=1)
         require_int("steps_ahead", steps_ahead, minimum=1)
+        require_int("draft_tokens", draft_tokens, minimum=0)
         if not 1 <= require_int("max_tokens", max_tokens) <= model.max_positions:
             raise ValueError(f"max_tokens={max_tokens} is outside [1, {model.max_positions}], the model's positions")
         if graphs and not model.capturable:
             raise ValueError("graphs=True, but this model can not be captured in a CUDA graph here")
         self.model, self.cache = model, cache
-        self.max_tokens = max_tokens
+        self.max_tokens, self.draft_tokens = max_tokens, draft_tokens
         device, layout = model.device, cache.kv.kv.layout
-        most_blocks = layout.pages(max_tokens)
+        most_blocks = layout.pages(max_tokens + draft_tokens)  # drafts may stand behind the last token
         self.batch_sizes = _steps("batch_sizes", batch_sizes, max_requests, [1, 2, 4, *range(8, max_requests, 8)])
         self.table_blocks = _steps("table_blocks", table_blocks, most_blocks, [64 * 4**i for i in range(12)])
-        self.state = RequestRows(max_requests, most_blocks, device)
+        self.state = RequestRows(max_requests, self.table_blocks[-1], device, drafts=draft_tokens)
         self.graphs = StepGraphs(capture=model.capturable if graphs is None else graphs)
-        self._inputs = {size: _Inputs(size, 1, self.state.padding, device) for size in self.batch_sizes}
-        largest = self._inputs[self.batch_sizes[-1]].buffer.numel()
-        self._ring = HostRing(steps_ahead, staging=largest, landing=2 * max_requests, device=device)
+        self._new_pages = layout.pages(draft_tokens + 1)
+        self._inputs = {
+            size: DecodeInputs(size, self._new_pages, self.state.padding, device) for size in self.batch_sizes
+        }
+        self._ring = HostRing(
+            steps_ahead,
+            staging=self._inputs[self.batch_sizes[-1]].buffer.numel(),
+            landing=(2 * max_requests, draft_tokens + 1),
+            device=device,
+            arrived=self._arrived,
+        )
         self._free = list(reversed(range(max_requests)))
         self._rows: dict[int, int] = {}
         self._settings: dict[int, Sampling] = {}
@@ -202,41 +142,42 @@ class ModelRunner:
         *,
         prompts: Mapping[int, Sequence[int]] | None = None,
         ending: Collection[int] = (),
+        following: Mapping[int, int] | None = None,
         decodes: Sequence[int] = (),
     ) -> StepTicket:
         """Launch one step; its tokens come with the ticket.
 
         prompts: next prompt tokens of requests. ending: those of them whose prompt is complete with these: each gets
-        its first token. decodes: requests that have a token get the next one; the host need not know it yet. Collective
-        as the model's steps, prompts first.
+        its first token. following: with drafts, the next prompt token of each of the others. decodes: requests that
+        have a token get what follows it; the host need not know it yet. Collective as the model's steps, prompts first.
 
         No sync for decodes, except for the first step of a shape, which is captured (`warm_up`), and where more than
-        ``steps_ahead`` tickets were not read.
+        ``steps_ahead`` tickets were not read. With drafts all ranks must read the tickets of the same steps.
 
         Raises ValueError and PoolExhausted, on all ranks alike, before any change but that of reserved pages.
         """
         prompts = prompts or {}
-        self._check(prompts, ending, decodes)
-        lengths = self.cache.lengths
-        new = {request: len(ids) for request, ids in prompts.items()} | dict.fromkeys(decodes, 1)
+        self._check(prompts, ending, following or {}, decodes)
+        lengths, each = self.cache.lengths, self.draft_tokens + 1
+        new = {request: len(ids) for request, ids in prompts.items()} | dict.fromkeys(decodes, each)
         self.cache.tables.reserve({request: lengths[request] + count for request, count in new.items()})
         staging, landing = self._ring.take()
-        first = []
+        first: list[int] = []
         if prompts:
+            first = [request for request in prompts if request in set(ending)]
             with self.span("prompts"):
                 result = self.model.step(self.cache, prompts=prompts)
-                if first := [request for request in prompts if request in set(ending)]:
-                    tokens = self._first_tokens(self.model.last_logits(result), list(prompts), first)
-                    landing[: len(first)].copy_(tokens, non_blocking=True)
+                tokens = self._first_tokens(result, prompts, first, following or {})
+                landing[: len(first)].copy_(tokens, non_blocking=True)
         if decodes:
             shape = self._shape(decodes)
             with self.span(f"decode {shape.requests}"):
                 tokens = self._decode(shape, staging, decodes)
                 landing[len(first) : len(first) + len(decodes)].copy_(tokens[: len(decodes)], non_blocking=True)
             for request in decodes:
-                lengths[request] += 1
+                lengths[request] += each
         self._decoding.update(first)
-        return self._ring.launched([*first, *decodes])
+        return self._ring.launched(first, decodes)
 
     def warm_up(self, *, greedy: bool = True, truncated: bool = False, blocks: int | None = None) -> None:
         """Capture the graphs of all batch sizes, for tables of ``blocks`` pages (the widest by default). Waits.
@@ -247,7 +188,13 @@ class ModelRunner:
         for size in reversed(self.batch_sizes):  # the largest first: the others fit in its memory
             self._ensure(_Shape(size, width, greedy, truncated and not greedy))
 
-    def _check(self, prompts: Mapping[int, Sequence[int]], ending: Collection[int], decodes: Sequence[int]) -> None:
+    def _check(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        ending: Collection[int],
+        following: Mapping[int, int],
+        decodes: Sequence[int],
+    ) -> None:
         self._check_open([*prompts, *decodes])
         if len(set(decodes)) != len(decodes) or prompts.keys() & set(decodes):
             raise ValueError(f"a request stands twice in prompts {sorted(prompts)} and decodes {list(decodes)}")
@@ -255,6 +202,8 @@ class ModelRunner:
             raise ValueError(f"{len(decodes)} requests decode, batch_sizes end at {self.batch_sizes[-1]}")
         if others := set(ending) - prompts.keys():
             raise ValueError(f"requests {sorted(others)} are ending, but have no prompt in this step")
+        if self.draft_tokens and (lacking := prompts.keys() - set(ending) - following.keys()):
+            raise ValueError(f"draft_tokens={self.draft_tokens} needs the token following the chunks of {lacking}")
         if early := [request for request in decodes if request not in self._decoding]:
             raise ValueError(f"requests {early} have no token to decode from: their prompts did not end")
         if again := [request for request in prompts if request in self._decoding]:
@@ -262,31 +211,49 @@ class ModelRunner:
         for request, count in ({r: len(ids) for r, ids in prompts.items()} | dict.fromkeys(decodes, 1)).items():
             if self.cache.lengths[request] + count > self.max_tokens:
                 raise ValueError(
-                    f"request {request} would have {self.cache.lengths[request] + count} cached tokens, "
-                    f"max_tokens={self.max_tokens}"
+                    f"request {request} would have {self.cache.lengths[request] + count} cached tokens (all drafts of "
+                    f"steps counted whose tickets were not read), max_tokens={self.max_tokens}"
                 )
 
     def _check_open(self, requests: Sequence[int]) -> None:
         if closed := [request for request in requests if request not in self._rows]:
             raise ValueError(f"requests {closed} are not open; open: {sorted(self._rows)}")
 
-    def _first_tokens(self, logits: Tensor, prompts: Sequence[int], ending: Sequence[int]) -> Tensor:
-        """Sample the first token of prompts that end, and put their rows on the device. Copies to the device."""
+    def _first_tokens(
+        self, result: Result, prompts: Mapping[int, Sequence[int]], ending: Sequence[int], following: Mapping[int, int]
+    ) -> Tensor:
+        """Sample the first tokens of prompts that end, and put their rows on the device: int64 [ending, k + 1], -1 for
+        drafts. Copies to the device."""
         device, rows = self.model.device, [self._rows[request] for request in ending]
-        lengths = torch.tensor([self.cache.lengths[request] for request in ending]).to(device)
-        at = torch.tensor([prompts.index(request) for request in ending]).to(device)
-        settings = [self._settings[request] for request in ending]
-        tokens = sample(logits[at], SamplingRows.of(settings, device), lengths)
-        where = torch.tensor(rows).to(device)
-        self.state.tokens[where] = tokens
-        self.state.lengths[where] = lengths
-        self.state.write_tables(rows, self.cache.tables.table(ending))
-        return tokens
+        places = [list(prompts).index(request) for request in ending]
+        tokens = torch.empty(0, dtype=torch.int64, device=device)
+        if ending:
+            lengths = torch.tensor([self.cache.lengths[request] for request in ending]).to(device)
+            settings = SamplingRows.of([self._settings[request] for request in ending], device)
+            logits = self.model.last_logits(result)[torch.tensor(places).to(device)]
+            tokens = sample(logits, settings, lengths)
+            where = torch.tensor(rows).to(device)
+            self.state.tokens[where] = tokens
+            self.state.lengths[where] = lengths
+            self.state.write_tables(rows, self.cache.tables.table(ending))
+        if self.draft_tokens:
+            # Also where none ends: the layer that drafts must see every token of a prompt.
+            next_ids = [i for request, ids in prompts.items() for i in (*ids[1:], following.get(request, 0))]
+            drafts = self.model.draft_prompts(result, next_ids, places, tokens, self.draft_tokens)
+            if ending:
+                self.state.drafts[where] = drafts
+        return torch.nn.functional.pad(tokens.unsqueeze(1), (0, self.draft_tokens), value=-1)
+
+    def _arrived(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Rejected drafts no longer count."""
+        for request, new in tokens.items():
+            if request in self._rows:
+                self.cache.lengths[request] -= self.draft_tokens + 1 - len(new)
 
     def _shape(self, decodes: Sequence[int]) -> _Shape:
         drawing = [s for request in decodes if (s := self._settings[request]).temperature > 0]
         size = self.batch_sizes[bisect_left(self.batch_sizes, len(decodes))]
-        longest = max(self.cache.lengths[request] for request in decodes) + 1
+        longest = max(self.cache.lengths[request] for request in decodes) + self.draft_tokens + 1
         return _Shape(
             size,
             self._width(self.cache.kv.kv.layout.pages(longest)),
@@ -307,10 +274,10 @@ class ModelRunner:
             rows.append(row)
             known = self.state.blocks_known[row]
             pages = self.cache.tables.pages(request, known)
-            if len(pages) > 1:
+            if len(pages) > self._new_pages:
                 late.append(request)  # reserved ahead by somebody else
                 continue
-            updates += [(row, known, page) for page in pages]
+            updates += [(row, known + i, page) for i, page in enumerate(pages)]
             self.state.blocks_known[row] += len(pages)
         if late:
             self.state.write_tables([self._rows[request] for request in late], self.cache.tables.table(late))
@@ -323,18 +290,25 @@ class ModelRunner:
             self.graphs.record(shape, lambda: self._decode_rows(shape))
 
     def _decode_rows(self, shape: _Shape) -> Tensor:
-        """The graph: everything between the integers of `_Inputs` and the new tokens, int64 [requests]."""
-        inputs, state, model = self._inputs[shape.requests], self.state, self.model
+        """The graph: all between the integers of `DecodeInputs` and new tokens, int64 [requests, k + 1], then -1."""
+        inputs, state, model, cache = self._inputs[shape.requests], self.state, self.model, self.cache.kv
         state.tables.index_put_((inputs.table_rows, inputs.table_columns), inputs.table_pages)
         contexts = state.lengths[inputs.rows]
         tables = state.tables[:, : shape.blocks][inputs.rows]
-        rows = DecodeRows.of_buffers(self.cache.kv.kv, contexts, tables, per_request=1)
-        hidden = model.decode_hidden(self.cache.kv, rows, state.tokens[inputs.rows])
+        rows = DecodeRows.of_buffers(cache.kv, contexts, tables, per_request=self.draft_tokens + 1)
+        ids = torch.cat([state.tokens[inputs.rows].unsqueeze(1), state.drafts[inputs.rows]], dim=1)
         sampling = state.sampling(inputs.rows, greedy=shape.greedy, truncated=shape.truncated)
-        tokens = sample(model.logits(hidden), sampling, rows.kv_lens)
-        # Padding writes into its own row, several times the same length and any token.
-        state.tokens.index_put_((inputs.rows,), tokens)
-        state.lengths.index_put_((inputs.rows,), torch.where(contexts < 0, -1, contexts + 1))
+        # Padding writes into its own row, several times the same length and any tokens.
+        if self.draft_tokens:
+            verified, drafts = model.decode_round(cache, rows, ids, sampling)
+            tokens, last = verified.tokens, verified.accepted
+            state.drafts.index_put_((inputs.rows,), drafts)
+        else:
+            hidden = model.decode_hidden(cache, rows, ids.flatten())
+            tokens = sample(model.logits(hidden), sampling, rows.kv_lens).unsqueeze(1)
+            last = torch.zeros_like(contexts)
+        state.tokens.index_put_((inputs.rows,), tokens.gather(1, last.unsqueeze(1)).squeeze(1))
+        state.lengths.index_put_((inputs.rows,), torch.where(contexts < 0, -1, contexts + last + 1))
         return tokens
 
 

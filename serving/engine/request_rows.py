@@ -14,18 +14,20 @@ class RequestRows:
     """One row a request, ``capacity`` of them, and one more that padding reads and writes.
 
     Args:
-        capacity: requests at once. blocks: most pages of a request.
+        capacity: requests at once. blocks: most pages of a request. drafts: drafts of a request.
 
     Attributes:
         tokens: int64 [capacity + 1], the last token of a request, which its next step is fed.
+        drafts: int64 [capacity + 1, drafts], what may follow it.
         lengths: int64 [capacity + 1], its cached tokens; -1 in the row of padding.
         tables: int64 [capacity + 1, blocks], its page ids; -1 behind the last, and all of the row of padding.
     """
 
-    def __init__(self, capacity: int, blocks: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, blocks: int, device: torch.device, *, drafts: int = 0) -> None:
         self.capacity, self.device = capacity, device
         rows = capacity + 1
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
         self.lengths = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.tables = torch.full((rows, blocks), -1, dtype=torch.int64, device=device)
         self._sampling = SamplingRows.of([Sampling()] * rows, device)

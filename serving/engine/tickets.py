@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,10 +11,17 @@ from torch import Tensor
 class StepTicket:
     """The tokens of one step, on their way to the host."""
 
-    def __init__(self, requests: Sequence[int], landing: Tensor, event: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        requests: Sequence[int],
+        decoded: Sequence[int],
+        landing: Tensor,
+        event: torch.cuda.Event | None,
+        arrived: Callable[[dict[int, list[int]]], None],
+    ) -> None:
         self.requests = tuple(requests)
-        """Requests that get a token from the step, in the order in which they were given."""
-        self._landing, self._event = landing, event
+        """Requests that get tokens from the step."""
+        self._decoded, self._landing, self._event, self._arrived = tuple(decoded), landing, event, arrived
         self._tokens: dict[int, list[int]] | None = None
 
     def ready(self) -> bool:
@@ -26,8 +33,10 @@ class StepTicket:
         if self._tokens is None:
             if self._event is not None:
                 self._event.synchronize()
-            values = self._landing[: len(self.requests)].tolist()
-            self._tokens = {request: [token] for request, token in zip(self.requests, values, strict=True)}
+            rows = self._landing[: len(self.requests)].tolist()
+            known = ([token for token in row if token >= 0] for row in rows)
+            self._tokens = dict(zip(self.requests, known, strict=True))
+            self._arrived({request: self._tokens[request] for request in self._decoded})
         return self._tokens
 
 
@@ -35,15 +44,27 @@ class HostRing:
     """``depth`` pairs of host buffers, int64, pinned where the device is a GPU: one is reused once its step is done.
 
     Asking for more steps ahead than the depth waits for the oldest of them.
+
+    Args:
+        staging: integers that a step is fed. landing: (rows, columns) that it answers, a row a request, -1 for nothing.
+        arrived: told the tokens of the requests that decoded in a step when they are first read.
     """
 
-    def __init__(self, depth: int, *, staging: int, landing: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(
+        self,
+        depth: int,
+        *,
+        staging: int,
+        landing: tuple[int, int],
+        device: torch.device,
+        arrived: Callable[[dict[int, list[int]]], None],
+    ) -> None:
+        self._on_gpu, self._arrived = device.type == "cuda", arrived
 
-        def buffers(size: int) -> list[Tensor]:
-            return [torch.empty(size, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(depth)]
+        def buffers(*shape: int) -> list[Tensor]:
+            return [torch.empty(shape, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(depth)]
 
-        self._staging, self._landing = buffers(staging), buffers(landing)
+        self._staging, self._landing = buffers(staging), buffers(*landing)
         self._tickets: list[StepTicket | None] = [None] * depth
         self._next = 0
 
@@ -54,13 +75,15 @@ class HostRing:
             ticket.tokens()
         return self._staging[self._next], self._landing[self._next]
 
-    def launched(self, requests: Sequence[int]) -> StepTicket:
-        """The ticket of the step that the buffers were taken for, once all its work is on the current stream."""
+    def launched(self, first: Sequence[int], decoded: Sequence[int]) -> StepTicket:
+        """The ticket of the step that the buffers were taken for, once all its work is on the current stream.
+
+        Its tokens land in the order of ``first``, requests that get their first token, and then of ``decoded``."""
         event = None
         if self._on_gpu:
             event = torch.cuda.Event()
             event.record()
-        ticket = StepTicket(requests, self._landing[self._next], event)
+        ticket = StepTicket([*first, *decoded], decoded, self._landing[self._next], event, self._arrived)
         self._tickets[self._next] = ticket
         self._next = (self._next + 1) % len(self._tickets)
         return ticket

@@ -1,0 +1,75 @@
+"""What an engine asks of a model and of its cache, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cptools.block_tables import BlockTables
+from cptools.cp_kv import ContextParallelKV
+from cptools.kernels.sampling import SamplingRows, Verified
+from cptools.step_rows import DecodeRows
+
+
+class PagedCache(Protocol):
+    """The cache of one engine, on one rank."""
+
+    @property
+    def kv(self) -> ContextParallelKV: ...
+    @property
+    def tables(self) -> BlockTables: ...
+    @property
+    def lengths(self) -> MutableMapping[int, int]:
+        """Cached tokens of each open request."""
+
+    def open(self) -> int: ...
+    def close(self, request: int) -> None: ...
+
+
+Cache = TypeVar("Cache", bound=PagedCache, contravariant=True)
+Result = TypeVar("Result")
+
+
+class PagedModel(Protocol[Cache, Result]):
+    """A model over paged rows. Every rank of an engine makes the same calls."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether what decodes (`decode_hidden`, `logits`, `decode_round`) may be captured in a CUDA graph here."""
+
+    def step(self, cache: Cache, *, prompts: Mapping[int, Sequence[int]]) -> Result:
+        """Compute prompt tokens behind what is cached, and count them in the cache's lengths. All or nothing."""
+
+    def last_logits(self, result: Result) -> Tensor:
+        """float32 [R, vocab] of the last row of each prompt of a step, in their order."""
+
+    def decode_hidden(self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor) -> Tensor:
+        """Hidden states [T, D] of decode rows, ids int64 [T] on the device."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, D] -> float32 [T, vocab]."""
+
+    def draft_prompts(
+        self, result: Result, following: Sequence[int], ending: Sequence[int], tokens: Tensor, draft_tokens: int
+    ) -> Tensor:
+        """Drafts int64 [E, k] behind the first tokens int64 [E] of prompts that end in a step, ``ending`` their places.
+
+        following: of each prompt token of the step the one that follows it; what it says of the last one of an ending
+        prompt does not matter. Called for every step of prompts, also where none ends. Only with k > 0.
+        """
+
+    def decode_round(
+        self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor, sampling: SamplingRows
+    ) -> tuple[Verified, Tensor]:
+        """A round of R requests with k drafts each: ids int64 [R, k + 1], the last token and its drafts, in as many
+        rows a request -> what became of the drafts, and new ones int64 [R, k]. Only with k > 0."""
