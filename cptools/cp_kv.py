@@ -84,7 +84,7 @@ class ContextParallelKV:
         decode_parts: with one DCP rank, decode attention is summed in as many parts as this many ranks would.
 
     Raises:
-        ValueError: decode_parts and DCP ranks that contradict each other.
+        ValueError: decode_parts and DCP ranks that contradict each other, or 2^31 rows a layer or more.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class ContextParallelKV:
         self.mla, self.index = mla, index
         self.device = torch.device(device)
         page_size = kv.layout.page_size
+        if num_pages * page_size >= 2**31:
+            raise ValueError(f"{num_pages} pages of {page_size} rows: slots are kept in 32 bits, 2^31 rows are too many")
         self.mla_rows = PagedRows(mla, num_layers=num_layers, num_pages=num_pages, page_size=page_size, device=device)
         self._index_place = {layer: place for place, layer in enumerate(index_layers)}
         self.index_rows = PagedRows(

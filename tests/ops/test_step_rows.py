@@ -92,3 +92,8 @@ def test_rows_that_do_not_fit_the_tables_are_refused() -> None:
     two = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="2 rows are not 2 for each of 2 requests"):
         DecodeRows(kv, two, two, torch.zeros(2, 1, dtype=torch.int64), two, per_request=2)
+
+
+def test_more_rows_than_slots_of_32_bits_are_refused_before_any_memory() -> None:
+    with pytest.raises(ValueError, match="33554432 pages of 64 rows"):
+        DecodeProblem(SMALL, torch.float32, num_pages=2**25)
