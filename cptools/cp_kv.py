@@ -107,7 +107,7 @@ class ContextParallelKV:
         self.device = torch.device(device)
         page_size = kv.layout.page_size
         if num_pages * page_size >= 2**31:
-            raise ValueError(f"{num_pages} pages of {page_size} rows: slots are kept in 32 bits, 2^31 rows are too many")
+            raise ValueError(f"{num_pages} pages of {page_size} rows: slots are kept in 32 bits, so below 2^31 rows")
         self.mla_rows = PagedRows(mla, num_layers=num_layers, num_pages=num_pages, page_size=page_size, device=device)
         self._index_place = {layer: place for place, layer in enumerate(index_layers)}
         self.index_rows = PagedRows(
