@@ -1,0 +1,150 @@
+"""Continue prompts with a checkpoint that is read in parts: each rank takes what it keeps, straight to its device.
+
+    torchrun --nproc-per-node 8 examples/generate.py --checkpoint DIR --pcp 8 --dcp 8 --ep 8 --kv-rows fp8 \\
+        --keep-fp8 --dtype bfloat16 --prompts FILE.json --max-new-tokens 64
+
+Prompts are token ids. The result is one line of ids a prompt, the same on every rank; before them stands what each rank
+read and holds. Replicas (--dp) all run the same prompts. With --json the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cptools import ParallelConfig, ParallelGroups, init_world
+from examples.world import FlagParser, device_type, refuse
+from models.glm53 import GLM53, GLM53Config
+from models.glm53.weight_split import WeightSplit, check_split
+from models.glm53.weights import progress_bar, weight_bytes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, and the seconds that it took to read its weights."""
+
+    weights: int
+    """By the arithmetic of the split, if the checkpoint is the released one."""
+    device_peak: int
+    """Of the whole run; 0 on a CPU."""
+    host_peak: int
+    read_s: float
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = FlagParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--pcp", type=int, default=1, metavar="W", help="ranks that split the queries of a prompt")
+    parser.add_argument("--dcp", type=int, default=1, metavar="N", help="ranks that split one copy of the KV")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that split the heads")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that split the experts: 1 or all")
+    parser.add_argument("--dp", type=int, default=1, help="replicas")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--keep-fp8", action="store_true", help="block-FP8 matrices stay FP8")
+    parser.add_argument("--kv-rows", choices=("fp32", "bf16", "fp8"), default="fp32")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompts", type=Path, metavar="FILE.json", help="a list of lists of token ids")
+    prompts.add_argument("--random", type=int, metavar="n", help="one prompt of n random ids")
+    parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens of a request in one step")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if every rank has a GPU")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    args = parser.parse_args(argv)
+    for name in ("max_new_tokens", "chunk", "timeout"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
+    return args
+
+
+def read_prompts(args: argparse.Namespace, config: GLM53Config) -> list[list[int]]:
+    """ValueError unless each is at least one id of the vocabulary."""
+    if args.random is not None:
+        if args.random < 1:
+            raise ValueError(f"--random {args.random} must be positive")
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(0, config.vocab_size, (args.random,), generator=generator).tolist()]
+    prompts = json.loads(args.prompts.read_text(encoding="utf-8"))
+    if not isinstance(prompts, list) or not all(isinstance(prompt, list) and prompt for prompt in prompts):
+        raise ValueError(f"{args.prompts} is no list of lists of token ids, each with at least one")
+    wrong = {i for prompt in prompts for i in prompt if type(i) is not int or not 0 <= i < config.vocab_size}
+    if wrong:
+        raise ValueError(
+            f"{args.prompts} has ids outside [0, {config.vocab_size}), among them {sorted(wrong, key=str)[:3]}"
+        )
+    return prompts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        device = device_type(args.device)
+        sizes = ParallelConfig(pcp=args.pcp, dcp=args.dcp, tp=args.tp, ep=args.ep, dp=args.dp)
+        if sizes.world_size != int(os.environ["WORLD_SIZE"]):
+            raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
+        config = GLM53Config.from_pretrained(args.checkpoint)
+        coords = sizes.rank_coords(int(os.environ["RANK"]))
+        split = WeightSplit(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
+        check_split(config, split)
+        prompts = read_prompts(args, config)
+    except (ValueError, OSError) as error:
+        refuse(error)
+    timeout = timedelta(seconds=args.timeout)
+    dtype = getattr(torch, args.dtype)
+    with init_world(device, timeout=timeout) as own, ParallelGroups.from_world(sizes, timeout=timeout) as groups:
+        first = dist.get_rank() == 0
+        start = time.monotonic()
+        with progress_bar("rank 0 reads") if first else nullcontext() as progress:
+            model = GLM53.from_pretrained(
+                args.checkpoint,
+                device=own,
+                dtype=dtype,
+                parallel=groups,
+                kv_rows=args.kv_rows,
+                keep_fp8=args.keep_fp8,
+                progress=progress,
+            )
+        read_s = time.monotonic() - start
+        out = model.generate_batch(prompts, args.max_new_tokens, chunk=args.chunk, stop_at_eos=True)
+        memory = RankMemory(
+            weights=weight_bytes(config, dtype=dtype, keep_fp8=args.keep_fp8, split=split),
+            device_peak=torch.cuda.max_memory_allocated() if device == "cuda" else 0,
+            host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            read_s=read_s,
+        )
+        gathered: list[RankMemory | None] = [None] * dist.get_world_size()
+        dist.gather_object(memory, gathered if first else None)
+    if first:
+        report([each for each in gathered if each is not None], out.ids, as_json=args.json)
+    return 0
+
+
+def report(ranks: Sequence[RankMemory], ids: Sequence[Sequence[int]], *, as_json: bool) -> None:
+    print("rank   weights GiB   device peak GiB   host peak GiB   read in s")
+    for rank, memory in enumerate(ranks):
+        print(
+            f"{rank:<4}{memory.weights / GIB:>14.2f}{memory.device_peak / GIB:>18.2f}"
+            f"{memory.host_peak / GIB:>16.2f}{memory.read_s:>12.1f}"
+        )
+    for prompt, new in enumerate(ids):
+        print(f"prompt {prompt}: {list(new)}")
+    if as_json:
+        print(json.dumps({"ids": [list(new) for new in ids], "ranks": [asdict(memory) for memory in ranks]}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
