@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 examples/verify_parallel.py --checkpoint DIR --pcp 4 --dcp 2 --json
 
 All ranks run the prompts as one batch (with --alone each by itself too). Then the groups are closed and rank 0 runs the
-batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. With --json the
-last line is one JSON object, in which a difference that is NaN or infinite is null.
+batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. Ranks that split
+heads (--tp) add in another order than one rank: give --atol 1e-4 or so, and fp32 rows. With --json the last line is one
+JSON object, in which a difference that is NaN or infinite is null.
 
 A rank's exit status: 0 equal, 1 not equal or failed, 2 refused flags, prompts or checkpoint. torchrun exits 1 for any
 but 0, and ends with a report that names the status and the reason of a refusal. `python examples/demo_model.py DIR`
@@ -172,6 +173,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def described(sizes: ParallelConfig) -> str:
+    """Its sizes, those of 1 left out but for PCP and DCP."""
+    more = {"TP": sizes.tp, "EP": sizes.ep, "DP": sizes.dp}
+    return " x ".join([f"PCP {sizes.pcp}", f"DCP {sizes.dcp}", *(f"{k} {n}" for k, n in more.items() if n > 1)])
+
+
 def length_list(text: str) -> tuple[int, ...]:
     return tuple(int(length) for length in text.split(","))
 
@@ -227,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if speaks:
         print(
             f"{len(prompts)} prompts, {sum(map(len, prompts)):,} tokens and {DECODE_STEPS} decode steps each: "
-            f"PCP {sizes.pcp} x DCP {sizes.dcp} on {device}, {args.kv_rows} rows ...",
+            f"{described(sizes)} on {device}, {args.kv_rows} rows ...",
             flush=True,
         )
     results, alone, reports = run_parallel(args, sizes, device, prompts)

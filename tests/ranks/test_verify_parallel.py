@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize(
     "pcp, dcp, flags",
     [
-        (2, 2, "--kv-rows fp8 --alone"),
+        (2, 2, "--kv-rows fp8 --alone --ep 2"),
         (3, 1, "--chunk 7"),
         (1, 2, "--kv-rows bf16 --interleave 4 --page-size 8"),
         (4, 2, "--chunk 64"),
@@ -61,6 +61,17 @@ def test_ranks_equal_one_rank(checkpoint, pcp, dcp, flags):
     assert sum(report["tokens_per_rank"]) == sum(lengths) * ranks // pcp
     copies = ranks // dcp
     assert sum(report["kv_bytes_per_rank"]) == copies * report["kv_bytes_one_rank"]
+
+
+def test_ranks_that_split_heads_and_experts_are_close_to_one_rank(checkpoint):
+    """DP 2 x TP 2, each of the two replicas with its KV over both of its ranks."""
+    flags = "--dp 2 --tp 2 --dcp 2 --ep 4 --atol 1e-4 --lengths 1,2,63,130 --json".split()
+    run = torchrun(4, "verify_parallel.py", "--checkpoint", checkpoint, *flags)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert 0 < max(report["max_logit_diff"], report["max_decode_logit_diff"]) < 1e-4
+    assert (report["topk_mismatches"], report["greedy_equal"], report["ranks_agree"]) == (0, True, True)
+    assert sum(report["kv_bytes_per_rank"]) == 2 * report["kv_bytes_one_rank"]
 
 
 def test_dump_holds_what_the_ranks_made(checkpoint, tmp_path):
