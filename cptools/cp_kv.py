@@ -33,6 +33,8 @@ class TrafficCounters:
 
     rows_stored: int = 0
     """Tokens whose rows this rank keeps; one token counts once, whatever the number of layers."""
+    rows_dropped: int = 0
+    """Of these tokens, those given up again, such as rejected drafts."""
     bytes_stored: int = 0
     new_row_bytes: int = 0
     """Received with the new rows of prompts, in all layers."""

@@ -58,7 +58,7 @@ class Clock:
         self.prefill_s = self.seconds = 0.0
         self.rows = self.pairs = self.done = self.decoded = 0
 
-    def __call__(self, step: StepPlan) -> None:
+    def __call__(self, step: StepPlan, gained: Sequence[int]) -> None:
         self.seconds = time.perf_counter() - self.start
         self.rows += step.prompt_rows
         self.pairs += step.prompt.pairs[step.prompt.rank]

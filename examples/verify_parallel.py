@@ -4,8 +4,9 @@
 
 All ranks run the prompts as one batch (with --alone each by itself too). Then the groups are closed and rank 0 runs the
 batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. Ranks that split
-heads (--tp) add in another order than one rank: give --atol 1e-4 or so, and fp32 rows. With --json the last line is one
-JSON object, in which a difference that is NaN or infinite is null.
+heads (--tp) add in another order than one rank: give --atol 1e-4 or so, and fp32 rows. With --draft-tokens the ranks
+decode with drafts of the MTP layer, and rank 0 without. With --json the last line is one JSON object, in which a
+difference that is NaN or infinite is null.
 
 A rank's exit status: 0 equal, 1 not equal or failed, 2 refused flags, prompts or checkpoint. torchrun exits 1 for any
 but 0, and ends with a report that names the status and the reason of a refusal. `python examples/demo_model.py DIR`
@@ -62,55 +63,73 @@ class RankReport:
 
     prompt_rows: int
     traffic: TrafficCounters
+    accepted: list[int]
+    """Entry j: how many verifications accepted j drafts."""
     digest: str
     """Of all logits and ids: the same on every rank."""
 
 
 class Selections:
-    """The model's observer: each layer's selection of every prompt, on all ranks. Collective over PCP, per layer."""
+    """Each layer's selection of every prompt, on all ranks: the model's observer and its progress, to be given as both.
+
+    Collective over PCP, per layer.
+    """
 
     def __init__(self, model: GLM53, prompts: Sequence[Sequence[int]]) -> None:
         self.model = model
         self.prompt_left = [len(prompt) for prompt in prompts]
         self.decode_left = [DECODE_STEPS] * len(prompts)
-        self.parts: list[dict[int, list[Tensor]]] = [defaultdict(list) for _ in prompts]
+        # By position, since the rows of rejected drafts are computed again with the tokens that took their place.
+        self.rows: list[dict[int, dict[int, Tensor]]] = [defaultdict(dict) for _ in prompts]
         self.prompt_rows = 0
-        self.owners: list[int] = []
 
     def __call__(self, layer: int, step: StepPlan, prompt_topk: Tensor, decode_topk: Tensor) -> None:
-        if layer == 0:
-            self._count(step)
         packed = self.model.cp.unshard(prompt_topk, step.prompt)
         parts = [*packed.split(list(step.prompt.query_lens)), *decode_topk.split(list(step.decode_query_lens))]
-        for prompt, part in zip(self.owners, parts, strict=True):
-            self.parts[prompt][layer].append(part.cpu().clone())
+        starts = [*step.prompt.context_lens, *step.decode_context_lens]
+        for prompt, start, part in zip([*self.prefilling, *self.decoding], starts, parts, strict=True):
+            self.rows[prompt][layer].update(enumerate(part.cpu().clone(), start))
 
-    def _count(self, step: StepPlan) -> None:
-        """A step holds the prompts not yet prefilled, then those not yet decoded, each in the order of the batch."""
-        prefilling = [i for i, left in enumerate(self.prompt_left) if left]
-        decoding = [i for i, left in enumerate(self.decode_left) if left and not self.prompt_left[i]]
-        self.owners = [*prefilling, *decoding]
+    def progress(self, step: StepPlan, gained: Sequence[int]) -> None:
+        prefilling, decoding = self.prefilling, self.decoding
         self.prompt_rows += step.prompt_rows
         for i, rows in zip(prefilling, step.prompt.query_lens, strict=True):
             self.prompt_left[i] -= rows
-        for i in decoding:
-            self.decode_left[i] -= 1
+        for i, tokens in zip(decoding, gained[len(prefilling) :], strict=True):
+            self.decode_left[i] -= tokens
+
+    @property
+    def prefilling(self) -> list[int]:
+        """A step holds the prompts not yet prefilled, then those not yet decoded, each in the order of the batch."""
+        return [i for i, left in enumerate(self.prompt_left) if left]
+
+    @property
+    def decoding(self) -> list[int]:
+        return [i for i, left in enumerate(self.decode_left) if left and not self.prompt_left[i]]
 
     def of(self, prompt: int) -> dict[int, Tensor]:
-        return {layer: torch.cat(parts) for layer, parts in self.parts[prompt].items()}
+        return {layer: torch.stack([rows[i] for i in range(len(rows))]) for layer, rows in self.rows[prompt].items()}
 
 
 def run(
-    model: GLM53, prompts: Sequence[Sequence[int]], chunk: int | None
-) -> tuple[list[PromptResult], TrafficCounters, int]:
-    """Prefill and decode a batch: results per prompt, and this rank's traffic and prompt rows."""
+    model: GLM53, prompts: Sequence[Sequence[int]], chunk: int | None, draft_tokens: int = 0
+) -> tuple[list[PromptResult], TrafficCounters, int, list[int]]:
+    """Prefill and decode a batch: results per prompt, this rank's traffic and prompt rows, and accepted drafts."""
     selections = Selections(model, prompts)
-    out = model.generate_batch(prompts, DECODE_STEPS + 1, chunk=chunk, prompt_logits="all", observer=selections)
+    out = model.generate_batch(
+        prompts,
+        DECODE_STEPS + 1,
+        chunk=chunk,
+        prompt_logits="all",
+        draft_tokens=draft_tokens,
+        observer=selections,
+        progress=selections.progress,
+    )
     results = [
         PromptResult(out.prompt_logits[i].cpu(), out.decode_logits[i].cpu(), out.ids[i], selections.of(i))
         for i in range(len(prompts))
     ]
-    return results, out.traffic, selections.prompt_rows
+    return results, out.traffic, selections.prompt_rows, out.accepted
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
@@ -163,7 +182,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     prompts.add_argument("--lengths", type=length_list, default=(1, 2, 63, 1021), help="of random prompts")
     prompts.add_argument("--prompts", type=Path, metavar="FILE.json", help="a list of lists of token ids")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts")
-    parser.add_argument("--draft-tokens", type=int, default=0, metavar="k")
+    parser.add_argument("--draft-tokens", type=int, default=0, metavar="k", help="of the MTP layer, a token (none)")
     parser.add_argument("--interleave", type=int, default=1, help="positions that stay together on a DCP rank")
     parser.add_argument("--page-size", type=int, default=64, help="rows of a page")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write DIR/parallel.safetensors")
@@ -221,7 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
         if (args.chunk is not None and args.chunk < 1) or args.timeout <= 0 or not args.atol >= 0:
             raise ValueError(f"--chunk {args.chunk}, --timeout {args.timeout}, --atol {args.atol}: out of range")
-        prompts = make_prompts(args, GLM53Config.from_pretrained(args.checkpoint))
+        config = GLM53Config.from_pretrained(args.checkpoint)
+        if args.draft_tokens < 0 or (args.draft_tokens and not config.num_nextn_predict_layers):
+            layers = config.num_nextn_predict_layers
+            raise ValueError(f"--draft-tokens {args.draft_tokens} with a checkpoint of {layers} MTP layers")
+        prompts = make_prompts(args, config)
         if args.dump is not None:
             # Now and not after the run; on every rank, so that all refuse.
             args.dump.mkdir(parents=True, exist_ok=True)
@@ -245,9 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dump is not None:
         dump(args.dump, prompts, results)
     model = load(args, device, decode_parts=args.dcp)
-    reference, traffic, _ = run(model, prompts, None)
+    reference, traffic, *_ = run(model, prompts, None)
     verdict = compare([*zip(results, reference, strict=True), *zip(alone, reference[: len(alone)], strict=True)])
-    rows = [r.traffic.rows_stored for r in reports]
+    rows = [r.traffic.rows_stored - r.traffic.rows_dropped for r in reports]
     groups = [[rows[rank] for rank in group] for group in sizes.dcp_groups()]
     report = {
         **verdict,
@@ -262,6 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         "ranks_agree": len({r.digest for r in reports}) == 1,
     }
+    if args.draft_tokens:
+        report["accepted_drafts"] = accepted = reports[0].accepted
+        report["mean_acceptance_length"] = sum((1 + j) * n for j, n in enumerate(accepted)) / sum(accepted)
     report["equal"] = equal = (
         max(verdict["max_logit_diff"], verdict["max_decode_logit_diff"]) <= args.atol
         and verdict["topk_mismatches"] == 0
@@ -290,13 +316,11 @@ def run_parallel(
     with init_world(device, timeout=timeout) as own, ParallelGroups.from_world(sizes, timeout=timeout) as groups:
         try:
             model = load(args, own, parallel=groups)
-            if args.draft_tokens:
-                model.generate(prompts[0], DECODE_STEPS, draft_tokens=args.draft_tokens)
         except ValueError as error:
             refuse(error)
-        results, traffic, prompt_rows = run(model, prompts, args.chunk)
-        alone = [run(model, [prompt], args.chunk)[0][0] for prompt in prompts] if args.alone else []
-        report = RankReport(prompt_rows, traffic, digest([*results, *alone]))
+        results, traffic, prompt_rows, accepted = run(model, prompts, args.chunk, args.draft_tokens)
+        alone = [run(model, [p], args.chunk, args.draft_tokens)[0][0] for p in prompts] if args.alone else []
+        report = RankReport(prompt_rows, traffic, accepted, digest([*results, *alone]))
         reports: list[RankReport] = [report] * dist.get_world_size()
         dist.gather_object(report, reports if dist.get_rank() == 0 else None)
         return results, alone, reports if dist.get_rank() == 0 else []

@@ -1,4 +1,4 @@
-"""Prefill and greedy decoding of a batch: the smallest loop over engine steps."""
+"""Prefill and decoding of a batch, with or without drafts: the smallest loop over engine steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,35 @@ from torch import Tensor
 
 from cptools.cp_kv import TrafficCounters
 from cptools.integers import require_int
+from cptools.kernels.sampling import Sampling, SamplingRows, Verified
 from cptools.step_plan import StepPlan
 
 from .block import SelectionObserver
-from .step import EngineCache, check_ids, check_requests
+from .speculative import (
+    Continuing,
+    Drafts,
+    check_drafts,
+    draft,
+    synthetic_acceptance_rate,
+    verify,
+    verify_synthetic,
+)
+from .step import EngineCache, StepResult, check_ids, check_requests
 
 if TYPE_CHECKING:
     from .model import GLM53
 
-Progress = Callable[[StepPlan], None]
+Progress = Callable[[StepPlan, Sequence[int]], None]
+"""Called after each step: its plan, and how many tokens each of its requests, prompts first, got from it."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a batch is drafted for; see :meth:`GLM53.generate_batch`."""
+
+    draft_tokens: int = 0
+    most_likely_drafts: bool = False
+    synthetic_acceptance_length: float | None = None
 
 
 @dataclass
@@ -34,16 +54,93 @@ class BatchOutput:
     """float32 [decode steps, vocab]: row i belongs to the input ids[i]. Without rows where they were not asked for."""
     traffic: TrafficCounters
     """Of this rank, for this batch."""
+    accepted: list[int]
+    """Entry j: how many verifications accepted j drafts; entry 0 alone without drafts. A request near its end brings
+    fewer than draft_tokens drafts."""
+    synthetic: bool
+    """Drafts were accepted by a lot and not by the model (``synthetic_acceptance_length``): the ids mean nothing."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a verification gave in the mean, the target's own included; NaN without any."""
+        rounds = sum(self.accepted)
+        return sum((1 + j) * count for j, count in enumerate(self.accepted)) / rounds if rounds else float("nan")
 
 
 @dataclass(eq=False)
 class _Sequence:
     prompt: list[int]
     request: int
+    sampling: Sampling
     ids: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    draft_probs: Tensor | None = None  # [k, vocab]
     prompt_logits: list[Tensor] = field(default_factory=list)
     decode_logits: list[Tensor] = field(default_factory=list)
     done: bool = False
+
+
+class _Speculator:
+    """The drafts of a batch: carried from a step to the next, verified, and made anew."""
+
+    def __init__(self, model: GLM53, speculation: Speculation) -> None:
+        self.model, self.k = model, require_int("draft_tokens", speculation.draft_tokens, minimum=0)
+        self.most_likely = speculation.most_likely_drafts
+        length = speculation.synthetic_acceptance_length
+        if self.k:
+            check_drafts(model, self.k)
+        elif length is not None or self.most_likely:
+            raise ValueError(f"{speculation} has no drafts to speak of")
+        self.rate = None if length is None else synthetic_acceptance_rate(length, self.k)
+        self.accepted = torch.zeros(self.k + 1, dtype=torch.int64, device=model.device)
+
+    def verify(self, logits: Tensor, continuing: Continuing, sequences: Sequence[_Sequence]) -> Verified:
+        """Of the continuing sequences: what each got from the step."""
+        device, k, vocab = self.model.device, self.k, self.model.config.vocab_size
+        sampling = SamplingRows.of([s.sampling for s in sequences], device)
+        tokens = torch.tensor([s.drafts or [0] * k for s in sequences], dtype=torch.int64, device=device)
+        probs = None
+        if any(s.draft_probs is not None for s in sequences):
+            none = torch.zeros(k, vocab, device=device)
+            probs = torch.stack([none if s.draft_probs is None else s.draft_probs for s in sequences])
+        drafts = Drafts(tokens.view(len(sequences), k), probs)
+        if self.rate is None:
+            verified = verify(logits, continuing, drafts, sampling)
+        else:
+            verified = verify_synthetic(logits, continuing, drafts, sampling, self.rate)
+        counted = verified.accepted[len(continuing.prompts) :]
+        self.accepted.scatter_add_(0, counted, torch.ones_like(counted))
+        return verified
+
+    def draft(
+        self,
+        result: StepResult,
+        continuing: Continuing,
+        verified: Verified,
+        chunks: dict[_Sequence, list[int]],
+        sequences: Sequence[_Sequence],
+    ) -> None:
+        """New drafts of the continuing sequences, from the step that verified the old ones."""
+        if not self.k:
+            return
+        following: list[int] = []
+        for s, ids in chunks.items():
+            stop = result.lengths[s.request]
+            following += [*ids[1:], s.prompt[stop] if stop < len(s.prompt) else 0]
+        sampling = SamplingRows.of([s.sampling for s in sequences], self.model.device)
+        drafts = draft(
+            self.model,
+            result,
+            continuing,
+            verified,
+            following,
+            sampling,
+            draft_tokens=self.k,
+            most_likely=self.most_likely,
+        )
+        for i, (s, tokens) in enumerate(zip(sequences, drafts.tokens.tolist(), strict=True)):
+            s.drafts = tokens
+            s.draft_probs = None if drafts.probs is None else drafts.probs[i]
 
 
 def run_batch(
@@ -55,6 +152,8 @@ def run_batch(
     prompt_logits: Literal["last", "all"] = "last",
     decode_logits: bool = True,
     stop_at_eos: bool = False,
+    sampling: Sequence[Sampling] | Sampling | None = None,
+    speculation: Speculation | None = None,
     observer: SelectionObserver | None = None,
     progress: Progress | None = None,
     cache: EngineCache | None = None,
@@ -66,6 +165,11 @@ def run_batch(
         require_int("max_new_tokens", max_new_tokens, minimum=1)
         if prompt_logits not in ("last", "all"):
             raise ValueError(f"prompt_logits={prompt_logits!r} must be 'last' or 'all'")
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ValueError(f"{len(sampling)} sampling settings for {len(prompts)} prompts")
+        speculator = _Speculator(model, speculation or Speculation())
         # The last new token is never fed, so it needs no position and no page.
         ids = [check_ids(model.config, f"prompt {i}", prompt, max_new_tokens - 1) for i, prompt in enumerate(prompts)]
         lengths = [len(prompt) + max_new_tokens - 1 for prompt in ids]
@@ -77,7 +181,7 @@ def run_batch(
             raise ValueError(f"the cache has {cache.tables.allocator.num_free} free pages, the batch needs {pages}")
 
     before = replace(cache.kv.traffic)
-    sequences = [_Sequence(prompt, cache.open()) for prompt in ids]
+    sequences = [_Sequence(prompt, cache.open(), own) for prompt, own in zip(ids, sampling, strict=True)]
     try:
         cache.tables.reserve({s.request: length for s, length in zip(sequences, lengths, strict=True)})
         # Replicas that share experts step until none of them has rows, then all stop at once.
@@ -88,31 +192,42 @@ def run_batch(
             stops = [len(s.prompt) if chunk is None else cached[s.request] + chunk for s in prefilling]
             chunks = {s: s.prompt[cached[s.request] : stop] for s, stop in zip(prefilling, stops, strict=True)}
             decoding = [s for s in unfinished if s not in chunks]
+            # No more drafts than could be of use, so that they need neither positions nor pages of their own.
+            inputs = {s: [s.ids[-1], *s.drafts[: max_new_tokens - len(s.ids) - 1]] for s in decoding}
             result = model.step(
                 cache,
                 prompts={s.request: ids for s, ids in chunks.items()},
-                decodes={s.request: s.ids[-1:] for s in decoding},
+                decodes={s.request: ids for s, ids in inputs.items()},
                 observer=observer,
             )
             goes_on = result.split.goes_on
             if prompt_logits == "all":
                 packed = model.prompt_logits(result)
-                for s, own in zip(chunks, packed.split([len(ids) for ids in chunks.values()]), strict=True):
-                    s.prompt_logits.append(own)
+                for s, own_logits in zip(chunks, packed.split([len(ids) for ids in chunks.values()]), strict=True):
+                    s.prompt_logits.append(own_logits)
+            ending = [i for i, s in enumerate(chunks) if cached[s.request] == len(s.prompt)]
+            going_on = [*(prefilling[i] for i in ending), *decoding]
+            continuing = Continuing.of(result.plan, ending, speculator.k, model.device)
             logits = model.last_logits(result)
-            sampled = logits.argmax(1).tolist()
-            for s, row, token in zip([*chunks, *decoding], logits.unsqueeze(1), sampled, strict=True):
-                if s not in chunks:
-                    s.decode_logits += [row] * decode_logits
-                elif cached[s.request] < len(s.prompt):
-                    continue
+            verified = speculator.verify(logits, continuing, going_on)
+            speculator.draft(result, continuing, verified, chunks, going_on)
+            gained = dict.fromkeys([*chunks, *decoding], 0)
+            rows = zip(going_on, verified.tokens.tolist(), logits[continuing.rows], strict=True)
+            for s, tokens, own_rows in rows:
+                new = [token for token in tokens if token >= 0]
+                gained[s] = len(new)
+                if s in inputs:
+                    cache.truncate(s.request, cached[s.request] - len(inputs[s]) + len(new))
+                if stop_at_eos:
+                    new = _until_eos(new, model.config.eos_token_ids)
+                if s in inputs:
+                    s.decode_logits += [own_rows[: len(new)]] * decode_logits
                 elif prompt_logits == "last":
-                    s.prompt_logits.append(row)
-                s.ids.append(token)
-                eos = stop_at_eos and token in model.config.eos_token_ids
-                s.done = eos or len(s.ids) == max_new_tokens
+                    s.prompt_logits.append(own_rows[:1])
+                s.ids += new
+                s.done = len(s.ids) == max_new_tokens or (stop_at_eos and new[-1] in model.config.eos_token_ids)
             if progress is not None:
-                progress(result.plan)
+                progress(result.plan, list(gained.values()))
     finally:
         for s in sequences:
             cache.close(s.request)
@@ -122,4 +237,12 @@ def run_batch(
         prompt_logits=[torch.cat(s.prompt_logits) for s in sequences],
         decode_logits=[torch.cat([empty, *s.decode_logits]) for s in sequences],
         traffic=cache.kv.traffic.since(before),
+        accepted=speculator.accepted.tolist(),
+        synthetic=speculator.rate is not None,
     )
+
+
+def _until_eos(tokens: list[int], eos: Sequence[int]) -> list[int]:
+    """Up to and with the first eos."""
+    end = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[: end + 1]

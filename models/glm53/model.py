@@ -14,15 +14,16 @@ from cptools.block_tables import BlockTables
 from cptools.cp_kv import ContextParallelKV, check_decode_parts
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
+from cptools.kernels.sampling import Sampling
 from cptools.page_allocator import PageAllocator
 from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
-from .batch import BatchOutput, Progress, run_batch
+from .batch import BatchOutput, Progress, Speculation, run_batch
 from .block import Pass, SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .layer_split import LayerSplit
-from .mtp import mtp_hidden
+from .mtp import mtp_pass, mtp_weights
 from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
 from .weight_split import WeightSplit, check_split
 from .weights import LoadProgress, ModelWeights, load_weights
@@ -216,17 +217,14 @@ class GLM53:
         Collective as one layer of a step. Raises ValueError on all ranks alike if they are not as many or no tokens,
         or if a request of the step has gone on since.
         """
-        if self.weights.mtp is None:
-            raise ValueError("the checkpoint has no MTP layer (num_nextn_predict_layers=0)")
         plan = result.plan
+        mtp_weights(self.weights)
         result.check_current()
         # A replica without work runs the layer too, where it shares experts.
         ids = check_ids(self.config, "next_ids", next_ids, 0) if len(next_ids) else []
         if len(ids) != plan.prompt.num_tokens + plan.decode_rows:
             raise ValueError(f"{len(ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
-        run = make_pass(self.config, result.kv, result.split)
-        embedding = self.weights.embed[local_ids(self, plan, ids)]
-        return mtp_hidden(embedding, result.hidden, self.weights.mtp, self.config.num_hidden_layers, run)
+        return mtp_pass(self, result.kv, result.split, result.hidden, local_ids(self, plan, ids))[0]
 
     def prompt_logits(self, result: StepResult) -> Tensor:
         """Logits of all prompt rows of a step, float32 [T, vocab] in packed order on every rank. Collective (PCP)."""
@@ -258,10 +256,15 @@ class GLM53:
         return self.cp.unshard(self.logits(drafts), result.plan.prompt)
 
     def generate(self, token_ids: Sequence[int], max_new_tokens: int, *, draft_tokens: int = 0) -> list[int]:
-        """Greedy continuation: new ids only, stops after an eos id."""
-        if draft_tokens != 0:
-            raise ValueError(f"draft_tokens={draft_tokens}: speculative decoding is not built yet, use 0")
-        return run_batch(self, [token_ids], max_new_tokens, stop_at_eos=True, decode_logits=False).ids[0]
+        """Greedy continuation: new ids only, stops after an eos id. Drafts do not change it."""
+        return run_batch(
+            self,
+            [token_ids],
+            max_new_tokens,
+            stop_at_eos=True,
+            decode_logits=False,
+            speculation=Speculation(draft_tokens),
+        ).ids[0]
 
     def generate_batch(
         self,
@@ -271,20 +274,30 @@ class GLM53:
         chunk: int | None = None,
         prompt_logits: Literal["last", "all"] = "last",
         stop_at_eos: bool = False,
+        sampling: Sequence[Sampling] | Sampling | None = None,
+        draft_tokens: int = 0,
+        most_likely_drafts: bool = False,
+        synthetic_acceptance_length: float | None = None,
         observer: SelectionObserver | None = None,
         progress: Progress | None = None,
         cache: EngineCache | None = None,
     ) -> BatchOutput:
-        """Prefill a batch and decode it greedily; the same result on all ranks, and for each prompt as if alone.
+        """Prefill a batch and decode it; the same result on all ranks, and for each prompt as if alone.
 
         chunk: a request computes at most that many prompt tokens a step; a request whose prompt is done decodes
-        beside those still prefilling. cache: pages to use (its requests are closed at the end); by default one that
-        just fits. observer sees every layer's selection, progress is called after each step. Collective; replicas that
-        share experts (dp > 1, ep > 1) call it together, each with its own prompts or none, and one that is done takes
-        part in the others' steps.
+        beside those still prefilling. sampling: of all prompts or of each, greedy by default. cache: pages to use (its
+        requests are closed at the end); by default one that just fits. observer sees every layer's selection, rows of
+        rejected drafts among them, and progress is called after each step. Collective; replicas that share experts
+        (dp > 1, ep > 1) call it together, each with its own prompts or none, and one that is done takes part in the
+        others' steps.
+
+        draft_tokens: so many drafts of the MTP layer are verified with each token. Greedy results stay as they are;
+        what is drawn keeps its distribution, and other tokens are drawn. most_likely_drafts: do not draw drafts.
+        synthetic_acceptance_length: accept drafts by lot, so many tokens a round in the mean, to measure speed; the
+        output is marked.
 
         Raises ValueError, on all ranks and before any work, on an empty prompt, a token outside the vocabulary, a
-        length beyond max_position_embeddings, or a cache that is too small.
+        length beyond max_position_embeddings, a cache that is too small, or drafts without an MTP layer.
         """
         return run_batch(
             self,
@@ -293,6 +306,8 @@ class GLM53:
             chunk=chunk,
             prompt_logits=prompt_logits,
             stop_at_eos=stop_at_eos,
+            sampling=sampling,
+            speculation=Speculation(draft_tokens, most_likely_drafts, synthetic_acceptance_length),
             observer=observer,
             progress=progress,
             cache=cache,

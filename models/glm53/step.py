@@ -35,6 +35,22 @@ class EngineCache:
         self.lengths[request] = 0
         return request
 
+    def truncate(self, request: int, length: int) -> None:
+        """Forget a request's tokens from ``length`` on, as rejected drafts. Local.
+
+        Its pages stay reserved: it is about to go on in them. The rows behind the length are never read, and written
+        again before their positions count. Raises ValueError, changing nothing, for a request that is not open or a
+        length outside [0, its length].
+        """
+        if request not in self.lengths:
+            raise ValueError(f"request {request} is not open; open: {sorted(self.lengths)}")
+        held = self.lengths[request]
+        if not 0 <= require_int("length", length) <= held:
+            raise ValueError(f"request {request} has {held} tokens and can not be cut to {length}")
+        layout, rank = self.kv.kv.layout, self.kv.kv.rank
+        self.kv.traffic.rows_dropped += layout.local_len(held, rank) - layout.local_len(length, rank)
+        self.lengths[request] = length
+
     def close(self, request: int) -> None:
         """Give a request's pages back."""
         self.tables.close(request)
@@ -111,6 +127,10 @@ def plan_step(
 
 def local_ids(model: GLM53, plan: StepPlan, ids: Sequence[int]) -> Tensor:
     """int64 [local rows] out of a step's ids, prompts packed and then decode rows."""
-    packed = torch.tensor(ids, dtype=torch.int64, device=model.device)
+    return local_rows(model, plan, torch.tensor(ids, dtype=torch.int64, device=model.device))
+
+
+def local_rows(model: GLM53, plan: StepPlan, packed: Tensor) -> Tensor:
+    """This rank's rows of a tensor of a step's tokens, prompts packed and then decode rows. Local, no sync."""
     prompt, decode = packed.split([plan.prompt.num_tokens, plan.decode_rows])
     return torch.cat([model.cp.shard(prompt, plan.prompt), decode])

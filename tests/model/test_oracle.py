@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cptools.step_plan import StepPlan
 from models.glm53 import GLM53
+from tests.model.rounds import Rounds
 from tests.oracle.case import OracleCase, oracle_case
 
 ATOL = 1e-4
@@ -88,6 +89,18 @@ def test_mtp_logits(subject: Subject, prompt: int) -> None:
     next_token = subject.oracle.results[prompt]["greedy"][0]
     logits = subject.model.mtp_logits(subject.oracle.prompts[prompt], next_token)
     torch.testing.assert_close(logits, subject.expected(prompt, "mtp.logits"), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_drafts(subject: Subject, share: bool) -> None:
+    """Three drafts behind each prompt, their attention to the selection of the first (IndexShare) or to their own."""
+    model, results = subject.model, subject.oracle.results
+    config = replace(model.config, index_share_for_mtp_iteration=share)
+    rounds = Rounds(GLM53(config, model.weights, cp=model.cp, kv=model.kv), subject.oracle.prompts, 3)
+    name = "mtp_drafts_reuse" if share else "mtp_drafts_recompute"
+    assert min(result["min_draft_gap"] for result in results) > ATOL
+    assert [ids[0] for ids in rounds.ids] == [result["greedy"][0] for result in results]
+    assert rounds.drafts == [result[name] for result in results]
 
 
 def test_transformers_reads_the_checkpoint_itself(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -112,11 +112,6 @@ def test_generate_stops_after_eos(model: GLM53) -> None:
     assert stopping.generate(prompt, 12) == free[: free.index(free[4]) + 1]
 
 
-def test_draft_tokens_are_refused_until_built(model: GLM53) -> None:
-    with pytest.raises(ValueError, match="draft_tokens=3"):
-        model.generate([1], 1, draft_tokens=3)
-
-
 def test_stored_bytes_are_rows_times_row_bytes(model: GLM53) -> None:
     out = model.generate_batch([[1] * 10, [2] * 7], 3)
     rows = 10 + 7 + 2 * 2

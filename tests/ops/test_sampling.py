@@ -22,26 +22,9 @@ from cptools.kernels.sampling import (
     verify_drafts,
 )
 from cptools.kernels.sampling.philox import philox
+from tests.chi_square import SIGNIFICANCE, histogram, p_value
 
 DRAWS = 20_000
-# A right implementation fails a test of fixed seeds with this probability once, when the test is written, and never
-# again. That wrong ones fail is tested, too.
-SIGNIFICANCE = 1e-6
-
-
-def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Of Pearson's chi-square: how likely counts [n] are to be this far from probabilities [n] or farther."""
-    possible = expected > 0
-    if bool((counts[~possible] > 0).any()):
-        return 0.0
-    want = expected[possible].double() * counts.sum()
-    statistic = ((counts[possible].double() - want) ** 2 / want).sum()
-    freedom = torch.tensor((int(possible.sum()) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
-
-
-def histogram(tokens: Tensor, vocab: int) -> Tensor:
-    return torch.bincount(tokens, minlength=vocab)
 
 
 def many(setting: Sampling, rows: int) -> SamplingRows:

@@ -155,9 +155,9 @@ def test_a_difference_that_is_no_number_is_null_in_json(checkpoint, monkeypatch,
     """JSON knows neither NaN nor Infinity."""
 
     def nan_logits(args, sizes, device, prompts):
-        results, traffic, rows = verify_parallel.run(verify_parallel.load(args, device), prompts, None)
+        results, traffic, rows, accepted = verify_parallel.run(verify_parallel.load(args, device), prompts, None)
         results[0].logits[0, 0] = float("nan")
-        return results, [], [verify_parallel.RankReport(rows, traffic, "")]
+        return results, [], [verify_parallel.RankReport(rows, traffic, accepted, "")]
 
     monkeypatch.setattr(verify_parallel, "run_parallel", nan_logits)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
