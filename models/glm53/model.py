@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from cptools.block_tables import BlockTables
 from cptools.cp_kv import ContextParallelKV, check_decode_parts
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
-from cptools.kernels.sampling import Sampling
+from cptools.kernels.sampling import Sampling, SamplingRows, Verified, verify_drafts
 from cptools.page_allocator import PageAllocator
 from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
@@ -24,6 +25,7 @@ from .block import Pass, SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .layer_split import LayerSplit
 from .mtp import mtp_pass, mtp_weights
+from .speculative import Continuing, draft, draft_decode
 from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
 from .weight_split import WeightSplit, check_split
 from .weights import LoadProgress, ModelWeights, load_weights
@@ -142,6 +144,15 @@ class GLM53:
         """Whether `decode_hidden` may be captured in a CUDA graph: expert parallelism sends as many rows as it must."""
         return self.device.type == "cuda" and self.split.experts.world_size == 1
 
+    @property
+    def lockstep(self) -> bool:
+        """Replicas share experts, so they make equally many passes of each kind."""
+        return self.split.lockstep.world_size > 1
+
+    def checks(self) -> AbstractContextManager[None]:
+        """For what may raise before the first pass of a step: replicas in lockstep learn of it instead of waiting."""
+        return self.split.lockstep.checks()
+
     def new_cache(self, num_pages: int) -> EngineCache:
         """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local.
 
@@ -225,6 +236,39 @@ class GLM53:
         if len(ids) != plan.prompt.num_tokens + plan.decode_rows:
             raise ValueError(f"{len(ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
         return mtp_pass(self, result.kv, result.split, result.hidden, local_ids(self, plan, ids))[0]
+
+    def draft_prompts(
+        self, result: StepResult, following: Sequence[int], ending: Sequence[int], tokens: Tensor, draft_tokens: int
+    ) -> Tensor:
+        """Drafts int64 [E, k] behind the first tokens int64 [E] of prompts that end in a step of prompts alone.
+
+        following: of each prompt token of the step the one that follows it. ending: places of those prompts. The drafts
+        are the most likely ones. Collective as `speculative.draft`, also where no prompt ends; copies to the device.
+        """
+        continuing = Continuing.of(result.plan, ending, draft_tokens, self.device)
+        first = torch.nn.functional.pad(tokens.unsqueeze(1), (0, draft_tokens), value=-1)
+        settings = SamplingRows.of([Sampling()] * len(ending), self.device)
+        verified = Verified(first, torch.zeros_like(tokens))
+        drafts = draft(
+            self, result, continuing, verified, following, settings, draft_tokens=draft_tokens, most_likely=True
+        )
+        return drafts.tokens
+
+    def decode_round(
+        self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor, sampling: SamplingRows
+    ) -> tuple[Verified, Tensor]:
+        """A round of R requests with k drafts each: what became of the drafts, and new ones int64 [R, k].
+
+        ids: int64 [R, k + 1], the last token of each and its drafts, which were the most likely ones. rows: those of
+        ids. sampling: of the R requests. Collective and without a sync as `decode_hidden`, and as capturable.
+        """
+        requests, each = ids.shape
+        hidden = self.decode_hidden(cache, rows, ids.flatten())
+        logits = self.logits(hidden).view(requests, each, -1)
+        first = rows.kv_lens.view(requests, each)[:, 0]
+        counts = torch.where(first > 0, each - 1, 0)  # none of padding
+        verified = verify_drafts(logits, ids[:, 1:], sampling, first, counts=counts)
+        return verified, draft_decode(self, cache, rows, hidden, verified, sampling, most_likely=True).tokens
 
     def prompt_logits(self, result: StepResult) -> Tensor:
         """Logits of all prompt rows of a step, float32 [T, vocab] in packed order on every rank. Collective (PCP)."""

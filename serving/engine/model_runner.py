@@ -129,6 +129,11 @@ class ModelRunner(Generic[Cache, Result]):
         self.state.start(self._rows[request], self._settings[request])
         return request
 
+    def row(self, request: int) -> int:
+        """Where a request's data stand in ``state``."""
+        self._check_open([request])
+        return self._rows[request]
+
     def close(self, request: int) -> None:
         """Give a request's pages back, also while steps with it are on their way: later ones run behind them."""
         self._check_open([request])
@@ -154,22 +159,26 @@ class ModelRunner(Generic[Cache, Result]):
         No sync for decodes, except for the first step of a shape, which is captured (`warm_up`), and where more than
         ``steps_ahead`` tickets were not read. With drafts all ranks must read the tickets of the same steps.
 
-        Raises ValueError and PoolExhausted, on all ranks alike, before any change but that of reserved pages.
+        Replicas in lockstep (dp > 1 and ep > 1) all take a step, those without work with no prompts and no decodes.
+
+        Raises ValueError and PoolExhausted, on all ranks alike, before any change but that of reserved pages; also
+        ValueError if another replica refused.
         """
         prompts = prompts or {}
-        self._check(prompts, ending, following or {}, decodes)
         lengths, each = self.cache.lengths, self.draft_tokens + 1
-        new = {request: len(ids) for request, ids in prompts.items()} | dict.fromkeys(decodes, each)
-        self.cache.tables.reserve({request: lengths[request] + count for request, count in new.items()})
+        with self.model.checks():
+            self._check(prompts, ending, following or {}, decodes)
+            new = {request: len(ids) for request, ids in prompts.items()} | dict.fromkeys(decodes, each)
+            self.cache.tables.reserve({request: lengths[request] + count for request, count in new.items()})
         staging, landing = self._ring.take()
         first: list[int] = []
-        if prompts:
+        if prompts or self.model.lockstep:
             first = [request for request in prompts if request in set(ending)]
             with self.span("prompts"):
                 result = self.model.step(self.cache, prompts=prompts)
                 tokens = self._first_tokens(result, prompts, first, following or {})
                 landing[: len(first)].copy_(tokens, non_blocking=True)
-        if decodes:
+        if decodes or self.model.lockstep:
             shape = self._shape(decodes)
             with self.span(f"decode {shape.requests}"):
                 tokens = self._decode(shape, staging, decodes)
@@ -253,7 +262,7 @@ class ModelRunner(Generic[Cache, Result]):
     def _shape(self, decodes: Sequence[int]) -> _Shape:
         drawing = [s for request in decodes if (s := self._settings[request]).temperature > 0]
         size = self.batch_sizes[bisect_left(self.batch_sizes, len(decodes))]
-        longest = max(self.cache.lengths[request] for request in decodes) + self.draft_tokens + 1
+        longest = max((self.cache.lengths[request] for request in decodes), default=0) + self.draft_tokens + 1
         return _Shape(
             size,
             self._width(self.cache.kv.kv.layout.pages(longest)),

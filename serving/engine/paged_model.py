@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
@@ -46,6 +47,14 @@ class PagedModel(Protocol[Cache, Result]):
     @property
     def capturable(self) -> bool:
         """Whether what decodes (`decode_hidden`, `logits`, `decode_round`) may be captured in a CUDA graph here."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas of the engine share something and so make equally many passes: a step of prompts and a pass
+        of decode rows in each step, also without any."""
+
+    def checks(self) -> AbstractContextManager[None]:
+        """For what may raise before the first pass of a step: replicas in lockstep learn of it instead of waiting."""
 
     def step(self, cache: Cache, *, prompts: Mapping[int, Sequence[int]]) -> Result:
         """Compute prompt tokens behind what is cached, and count them in the cache's lengths. All or nothing."""

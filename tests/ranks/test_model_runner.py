@@ -54,3 +54,40 @@ def test_ranks_give_the_tokens_of_one_rank(tiny: Path, pcp: int, dcp: int, kv_ro
     want = _tokens(GLM53.from_pretrained(tiny, kv_rows=kv_rows, decode_parts=dcp))
     assert [len(tokens) for tokens in want] == [6, 6, 7, 4]
     assert run_ranks(_parallel, max(pcp, dcp), str(tiny), pcp, dcp, kv_rows) == [want] * max(pcp, dcp)
+
+
+def _replica(rank: int, world_size: int, path: str, draft_tokens: int) -> tuple[dict[int, list[int]], str]:
+    """Two replicas that share experts, each with its own requests: the second begins later and ends earlier."""
+    with ParallelGroups.from_world(ParallelConfig(dp=2, ep=2)) as groups:
+        model = GLM53.from_pretrained(path, parallel=groups)
+        runner = ModelRunner(
+            model, model.new_cache(12), max_requests=2, max_tokens=200, batch_sizes=[2], draft_tokens=draft_tokens
+        )
+        prompts = random_prompts(LENGTHS, TINY.vocab_size)[2 * rank : 2 * rank + 2]
+        requests = [runner.open() for _ in prompts]
+        got: dict[int, list[int]] = {request: [] for request in requests}
+        begin, end = (2, 6) if rank else (0, 9)
+        for step in range(10):
+            work = {"prompts": dict(zip(requests, prompts, strict=True)), "ending": requests} if step == begin else {}
+            if begin < step < end:
+                work = {"decodes": requests}
+            for request, tokens in runner.step(**work).tokens().items():
+                got[request] += tokens
+        message = ""
+        try:
+            # One replica asks for what can not be: neither waits for the other.
+            runner.step(prompts={99: [1]} if rank else {})
+        except ValueError as error:
+            message = str(error)
+        return dict(enumerate(got.values(), 2 * rank)), message
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_replicas_that_share_experts_step_together(tiny: Path, draft_tokens: int) -> None:
+    want = GLM53.from_pretrained(tiny).generate_batch(random_prompts(LENGTHS, TINY.vocab_size), 30).ids
+    (first, told), (second, refused) = run_ranks(_replica, 2, str(tiny), draft_tokens)
+    for number, tokens in {**first, **second}.items():
+        assert len(tokens) >= (9, 9, 4, 4)[number]
+        assert tokens[:30] == want[number][: len(tokens)]
+    assert "replicas [1] of 2 refused" in told
+    assert "requests [99] are not open" in refused
