@@ -4,7 +4,9 @@
         --keep-fp8 --dtype bfloat16 --prompts FILE.json --max-new-tokens 64
 
 Prompts are token ids. The result is one line of ids a prompt, the same on every rank; before them stands what each rank
-read and holds. Replicas (--dp) all run the same prompts. With --json the last line is one JSON object.
+read and holds. Replicas (--dp) all run the same prompts. With --random-weights DIR needs no more than config.json:
+weights are drawn where they would be read, which shows whether a model fits before its checkpoint is there. With --json
+the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from cptools import ParallelConfig, ParallelGroups, init_world
 from examples.world import FlagParser, device_type, refuse
 from models.glm53 import GLM53, GLM53Config
 from models.glm53.weight_split import WeightSplit, check_split
-from models.glm53.weights import progress_bar, weight_bytes
+from models.glm53.weights import ModelWeights, load_weights, progress_bar, random_weights, weight_bytes
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank, and the seconds that it took to read its weights."""
+    """Bytes of one rank, and the seconds that it took to make its weights."""
 
     weights: int
     """By the arithmetic of the split, if the checkpoint is the released one."""
@@ -55,6 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=1, help="replicas")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--keep-fp8", action="store_true", help="block-FP8 matrices stay FP8")
+    parser.add_argument("--random-weights", action="store_true", help="draw the weights, read only config.json")
     parser.add_argument("--kv-rows", choices=("fp32", "bf16", "fp8"), default="fp32")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompts", type=Path, metavar="FILE.json", help="a list of lists of token ids")
@@ -109,15 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = dist.get_rank() == 0
         start = time.monotonic()
         with progress_bar("rank 0 reads") if first else nullcontext() as progress:
-            model = GLM53.from_pretrained(
-                args.checkpoint,
-                device=own,
-                dtype=dtype,
-                parallel=groups,
-                kv_rows=args.kv_rows,
-                keep_fp8=args.keep_fp8,
-                progress=progress,
-            )
+
+            def weights(part: WeightSplit) -> ModelWeights:
+                if args.random_weights:
+                    return random_weights(config, device=own, dtype=dtype, keep_fp8=args.keep_fp8, split=part)
+                return load_weights(
+                    args.checkpoint,
+                    config,
+                    device=own,
+                    dtype=dtype,
+                    keep_fp8=args.keep_fp8,
+                    split=part,
+                    progress=progress,
+                )
+
+            model = GLM53.over(groups, config, weights, kv_rows=args.kv_rows)
         read_s = time.monotonic() - start
         out = model.generate_batch(prompts, args.max_new_tokens, chunk=args.chunk, stop_at_eos=True)
         memory = RankMemory(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
@@ -95,32 +95,65 @@ class GLM53:
 
         Raises ValueError, on all ranks alike, on a config or checkpoint that does not fit, naming every fault.
         """
-        if not isinstance(sparse_mla_force_mqa, bool):
-            raise ValueError(f"sparse_mla_force_mqa={sparse_mla_force_mqa!r} must be True or False")
         config = GLM53Config.from_pretrained(path, latent_norm_eps=latent_norm_eps)
-        part = WeightSplit()
-        if parallel is not None:
-            sizes, coords = parallel.config, parallel.coords
-            sizes.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
-            part = WeightSplit(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
-            check_split(config, part)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ValueError(f"dtype={dtype} is not one of float32, bfloat16, float16, float64")
+
+        def weights(part: WeightSplit) -> ModelWeights:
+            return load_weights(
+                path, config, device=device, dtype=dtype, split=part, keep_fp8=keep_fp8, progress=progress
+            )
+
+        return cls.over(
+            parallel,
+            config,
+            weights,
+            kv_rows=kv_rows,
+            decode_parts=decode_parts,
+            sparse_mla_force_mqa=sparse_mla_force_mqa,
+            page_size=page_size,
+            interleave=interleave,
+        )
+
+    @classmethod
+    def over(
+        cls,
+        parallel: ParallelGroups | None,
+        config: GLM53Config,
+        weights: Callable[[WeightSplit], ModelWeights],
+        *,
+        kv_rows: Literal["fp32", "bf16", "fp8"] = "fp32",
+        decode_parts: int = 1,
+        sparse_mla_force_mqa: bool = True,
+        page_size: int = 64,
+        interleave: int = 1,
+    ) -> GLM53:
+        """The model of this rank of an engine, with the weights that ``weights`` makes of its part, such as
+
+            lambda part: random_weights(config, device="cuda", dtype=torch.bfloat16, keep_fp8=True, split=part)
+
+        Other arguments as in `from_pretrained`. Local, no communication. Raises ValueError, on all ranks alike and
+        before any weight is made, on sizes of the engine that do not divide those of the model.
+        """
+        if not isinstance(sparse_mla_force_mqa, bool):
+            raise ValueError(f"sparse_mla_force_mqa={sparse_mla_force_mqa!r} must be True or False")
+        part = WeightSplit()
         if parallel is None:
             cp = LoadBalancedCPShard(world_size=1, rank=0)
             kv = RoundRobinKVShard(world_size=1, rank=0, interleave=interleave, page_size=page_size)
             merge = split = None
         else:
+            sizes, coords = parallel.config, parallel.coords
+            sizes.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
+            part = WeightSplit(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
+            check_split(config, part)
             cp = LoadBalancedCPShard(group=parallel.pcp)
             kv = RoundRobinKVShard(group=parallel.dcp, interleave=interleave, page_size=page_size)
             merge = LSEMerge(group=parallel.dcp, scatter="none")
             split = LayerSplit.over(parallel, config.n_routed_experts)
-        weights = load_weights(
-            path, config, device=device, dtype=dtype, split=part, keep_fp8=keep_fp8, progress=progress
-        )
         return cls(
             config,
-            weights,
+            weights(part),
             cp=cp,
             kv=kv,
             merge=merge,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cptools import ParallelConfig, ParallelGroups
 from models.glm53 import GLM53, GLM53Config
-from models.glm53.weights import RandomSource, save_sharded_checkpoint
+from models.glm53.weight_split import WeightSplit
+from models.glm53.weights import ModelWeights, RandomSource, random_weights, save_sharded_checkpoint
 from tests.checkpoints import random_prompts
 from tests.model.test_weight_loading import BLOCKY, beyond_the_weights
 from tests.ranks.harness import run_ranks
@@ -51,6 +52,17 @@ def _check(path: Path, prompt: list[int], sizes: dict[str, int], timeout: float,
             assert (logits - alone).square().mean() < 0.05**2 * alone.square().mean()
 
 
+def _drawn(rank: int, world_size: int, prompt: list[int], sizes: dict[str, int]) -> Tensor:
+    """The model of the checkpoint, its weights drawn instead of read."""
+
+    def weights(part: WeightSplit) -> ModelWeights:
+        options = {"device": "cpu", "dtype": torch.float32, "keep_fp8": True}
+        return random_weights(BLOCKY, seed=0, router_skew=0.1, split=part, **options)
+
+    with ParallelGroups.from_world(ParallelConfig(**sizes)) as groups:
+        return GLM53.over(groups, BLOCKY, weights).prefill_logits(prompt)
+
+
 @pytest.fixture(scope="module")
 def blocky(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("blocky")
@@ -63,6 +75,13 @@ def blocky(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_equal_one(blocky: Path, sizes: dict[str, int], keep_fp8: bool, dtype: torch.dtype) -> None:
     (prompt,) = random_prompts((BLOCKY.index_topk,), BLOCKY.vocab_size)
     _check(blocky, prompt, sizes, 60, keep_fp8=keep_fp8, dtype=dtype)
+
+
+def test_drawn_weights_are_those_of_the_checkpoint(blocky: Path) -> None:
+    (prompt,) = random_prompts((37,), BLOCKY.vocab_size)
+    alone = _logits(blocky, prompt, None, keep_fp8=True)
+    for logits in run_ranks(_drawn, 2, prompt, {"pcp": 2, "ep": 2}):
+        assert torch.equal(logits, alone)
 
 
 def test_weights_kept_in_fp8_are_those_dequantised(blocky: Path) -> None:

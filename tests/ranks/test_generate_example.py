@@ -24,12 +24,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_two_ranks_continue_as_one(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["read", "drawn"])
+def test_two_ranks_continue_as_one(checkpoint: Path, tmp_path: Path, source: str) -> None:
     prompts = random_prompts((5, 41), BLOCKY.vocab_size)
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps(prompts))
     flags = "--pcp 2 --dcp 2 --ep 2 --keep-fp8 --dtype bfloat16 --kv-rows fp8 --chunk 16 --max-new-tokens 6 --json"
-    run = torchrun(2, "generate.py", "--checkpoint", checkpoint, "--prompts", file, *flags.split())
+    folder = checkpoint
+    if source == "drawn":  # the same model: only its description is there
+        folder = tmp_path
+        (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+        flags += " --random-weights"
+    run = torchrun(2, "generate.py", "--checkpoint", folder, "--prompts", file, *flags.split())
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     dtype = torch.bfloat16
