@@ -5,6 +5,7 @@ under torchrun, and one that begins with "# on every rank" on two ranks with the
 """
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -12,9 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from cptools import ParallelConfig, ParallelGroups
+from cptools.formats import FP8_INDEX, FP8_MLA
 from examples import demo_model
+from models.glm53 import GLM53Config
+from models.glm53.weight_split import WeightSplit
+from models.glm53.weights import weight_bytes
 from tests.ranks.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +94,24 @@ def test_blocks_on_every_rank_run(folder):
     sources = named("# on every rank")
     assert all("ParallelGroups.from_world(ParallelConfig(pcp=2, dcp=2))" in source for _, source in sources)
     run_ranks(run_blocks, 2, str(folder), sources)
+
+
+def test_memory_of_the_released_checkpoint_is_computed():
+    full = GLM53Config.glm53()
+    kv = full.num_cache_layers * FP8_MLA.row_bytes + len(full.index_layers) * FP8_INDEX.row_bytes
+    rows = re.findall(r"^\| `(--.*)` \| (.*) \|$", (ROOT / "docs/real-checkpoint.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 7
+
+    @functools.cache
+    def weights(tp: int, ep: int) -> tuple[int, ...]:
+        options = {"dtype": torch.bfloat16, "split": WeightSplit(tp=tp, ep=ep)}
+        return tuple(weight_bytes(full, keep_fp8=keep, **options) for keep in (True, False))
+
+    for flags, cells in rows:
+        sizes = ParallelConfig(**{name: int(size) for name, size in re.findall(r"--(\w+) (\d+)", flags)})
+        kept, plain = weights(sizes.tp, sizes.ep)
+        gib = [kept, 139 * 2**30 - kept, plain, kv * 2**20 / sizes.dcp]
+        assert cells.split(" | ") == [str(sizes.world_size), *(f"{size / 2**30:.1f}" for size in gib)], flags
 
 
 def test_floor_plan_names_every_file():
