@@ -100,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sizes.world_size != int(os.environ["WORLD_SIZE"]):
             raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
         config = GLM53Config.from_pretrained(args.checkpoint)
-        coords = sizes.rank_coords(int(os.environ["RANK"]))
-        split = WeightSplit(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
+        split = WeightSplit.of(sizes, sizes.rank_coords(int(os.environ["RANK"])))
         check_split(config, split)
         prompts = read_prompts(args, config)
     except (ValueError, OSError) as error:

@@ -25,9 +25,10 @@ from .block import Pass, SelectionObserver, decoder_block, make_pass
 from .config import GLM53Config
 from .layer_split import LayerSplit
 from .mtp import mtp_pass, mtp_weights
+from .rank_modules import RankModules
 from .speculative import Continuing, draft, draft_decode
 from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
-from .weight_split import WeightSplit, check_split
+from .weight_split import WeightSplit
 from .weights import LoadProgress, ModelWeights, load_weights
 
 _ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
@@ -137,27 +138,14 @@ class GLM53:
         """
         if not isinstance(sparse_mla_force_mqa, bool):
             raise ValueError(f"sparse_mla_force_mqa={sparse_mla_force_mqa!r} must be True or False")
-        part = WeightSplit()
-        if parallel is None:
-            cp = LoadBalancedCPShard(world_size=1, rank=0)
-            kv = RoundRobinKVShard(world_size=1, rank=0, interleave=interleave, page_size=page_size)
-            merge = split = None
-        else:
-            sizes, coords = parallel.config, parallel.coords
-            sizes.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
-            part = WeightSplit(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
-            check_split(config, part)
-            cp = LoadBalancedCPShard(group=parallel.pcp)
-            kv = RoundRobinKVShard(group=parallel.dcp, interleave=interleave, page_size=page_size)
-            merge = LSEMerge(group=parallel.dcp, scatter="none")
-            split = LayerSplit.over(parallel, config.n_routed_experts)
+        modules = RankModules.over(parallel, config, interleave=interleave, page_size=page_size)
         return cls(
             config,
-            weights(part),
-            cp=cp,
-            kv=kv,
-            merge=merge,
-            split=split,
+            weights(modules.part),
+            cp=modules.cp,
+            kv=modules.kv,
+            merge=modules.merge,
+            split=modules.split,
             kv_rows=kv_rows,
             decode_parts=decode_parts,
             sparse_mla_force_mqa=sparse_mla_force_mqa,

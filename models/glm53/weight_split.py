@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from cptools.integers import require_int
+from cptools.parallel_config import ParallelConfig, RankCoords
 
 from .config import GLM53Config
 
@@ -31,6 +32,11 @@ class WeightSplit:
         for size, rank in ((self.tp, self.tp_rank), (self.ep, self.ep_rank)):
             if rank >= size:
                 raise ValueError(f"{self} has a rank outside its size")
+
+    @classmethod
+    def of(cls, sizes: ParallelConfig, coords: RankCoords) -> WeightSplit:
+        """The part of the rank at ``coords`` of an engine."""
+        return cls(tp=sizes.tp, tp_rank=coords.tp_rank, ep=sizes.ep, ep_rank=coords.ep_rank)
 
     def shard(self, size: int, what: str = "a width") -> slice:
         """This TP rank's part of ``size`` heads, rows or columns; ValueError, naming ``what``, unless tp divides it."""
