@@ -40,3 +40,27 @@ def test_prompts_and_decode_agree_with_the_cpu(tmp_path: Path, config: GLM53Conf
         torch.testing.assert_close(cuda.prompt_logits[0].cpu(), cpu.prompt_logits[0], atol=1e-3, rtol=0)
         torch.testing.assert_close(cuda.decode_logits[0].cpu(), cpu.decode_logits[0], atol=1e-3, rtol=0)
     assert rejected <= 2, f"{rejected} of {len(prompts)} prompts select other positions"
+
+
+def test_fp8_rows_in_bf16_are_as_near_to_fp32_as_on_the_cpu(tmp_path: Path) -> None:
+    """What an engine runs: BF16, packed FP8 rows, the fast kernels. Against the fp32 model over the same rows' format,
+    whose logits the CPU's own BF16 run misses by as much."""
+    path = save_random(tmp_path, KDIM)
+    prompts = random_prompts((1, 63, 200, 700), KDIM.vocab_size)
+    want = GLM53.from_pretrained(path, kv_rows="fp8").generate_batch(prompts, 1, prompt_logits="all").prompt_logits
+    runs = {}
+    for device in ("cpu", "cuda"):
+        model = GLM53.from_pretrained(path, device=device, dtype=torch.bfloat16, kv_rows="fp8")
+        runs[device] = model.generate_batch(prompts, 1, prompt_logits="all").prompt_logits
+    # Decode rows over the same contexts: the last token of each prompt as one.
+    model = GLM53.from_pretrained(path, device="cuda", dtype=torch.bfloat16, kv_rows="fp8")
+    cache = model.new_cache(32)
+    requests = [cache.open() for _ in prompts]
+    longer = {request: ids[:-1] for request, ids in zip(requests, prompts, strict=True) if len(ids) > 1}
+    model.step(cache, prompts=longer)
+    decoded = model.last_logits(model.step(cache, decodes={r: p[-1:] for r, p in zip(requests, prompts, strict=True)}))
+    for number, exact in enumerate(want):
+        cpu, cuda = ((runs[device][number].cpu() - exact).norm() / exact.norm() for device in ("cpu", "cuda"))
+        assert cuda <= 1.5 * cpu + 1e-3, (number, cpu, cuda)
+        last = (decoded[number].cpu() - exact[-1]).norm() / exact[-1].norm()
+        assert last <= 3 * cpu + 1e-2, (number, cpu, last)
