@@ -214,3 +214,28 @@ def test_spans_name_every_part_and_close(model: GLM53) -> None:
             assert parts.count((step, "layer 0", name)) == 1
             assert len([path for path in parts if path[-1] == name]) == len(layers), name
         assert [(step, f"layer {i}", "select") in parts for i in layers] == full
+
+
+def test_what_a_graph_reads_stays_where_it_is(model: GLM53) -> None:
+    """Field case B12: no step may put a length, a table or a token into new memory, whose old address is captured."""
+    runner = runner_of(model, batch_sizes=[2, 4])
+
+    def addresses() -> list[int]:
+        state = runner.state
+        settings = state.sampling(torch.tensor([0]), greedy=False, truncated=True)
+        assert len(settings) == 1
+        held = [state.tokens, state.lengths, state.tables, state.drafts]
+        pages = [runner.cache.kv.mla_rows.pages, runner.cache.kv.index_rows.pages]
+        return [x.data_ptr() for x in held + pages]
+
+    before = addresses()
+    requests = [runner.open(Sampling(0.5)) for _ in range(3)]
+    prompts = random_prompts((100, 63, 5), TINY.vocab_size)
+    runner.step(prompts=dict(zip(requests, prompts, strict=True)), ending=requests)
+    for _ in range(101):
+        runner.step(decodes=requests)
+    runner.close(requests[1])
+    again = runner.open()
+    runner.step(prompts={again: prompts[2]}, ending=[again], decodes=[requests[0]])
+    assert addresses() == before
+    assert [runner.cache.lengths[r] for r in (requests[0], again)] == [202, 5]
