@@ -229,10 +229,22 @@ def refused(path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], obje
 
 def test_cut_through_a_block_is_refused(blocky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = refused(blocky, monkeypatch, lambda: load(blocky, WeightSplit(tp=4, tp_rank=1), keep_fp8=True))
-    assert "layers.0.self_attn.q_b_proj.weight: rows 64..128 of 256 cut a block of 128" in message
-    assert "layers.0.self_attn.o_proj.weight: columns 64..128 of 256 cut a block of 128" in message
-    assert "experts.0.gate_proj.weight: rows 64..128 of 256 cut a block of 128" in message
+    assert "layers.0.self_attn.q_b_proj.weight: rows 0..64 of 256 cut a block of 128" in message
+    assert "layers.0.self_attn.o_proj.weight: columns 0..64 of 256 cut a block of 128" in message
+    assert "experts.0.gate_proj.weight: rows 0..64 of 256 cut a block of 128" in message
     assert "more like these" in message
+
+
+def test_every_rank_refuses_alike(tmp_path: Path) -> None:
+    """The last of three parts of 64 rows begins and ends with a block."""
+    sizes = {"num_attention_heads": 3, "intermediate_size": 3 * 128, "moe_intermediate_size": 3 * 128}
+    saved(tmp_path, replace(BLOCKY, n_routed_experts=3, **sizes))
+    messages = set()
+    for rank in range(3):
+        with pytest.raises(ValueError, match=r"rows 0\.\.64 of 192 cut a block of 128") as caught:
+            load(tmp_path, WeightSplit(tp=3, tp_rank=rank), keep_fp8=True)
+        messages.add(str(caught.value))
+    assert len(messages) == 1
 
 
 def test_gate_and_up_must_meet_between_blocks(ragged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +268,9 @@ def test_experts_of_mixed_dtypes_can_not_stay(tmp_path: Path, monkeypatch: pytes
     tensors[name] = tensors[name].bfloat16()
     save_file(tensors, file)
     load(tmp_path)
-    message = refused(tmp_path, monkeypatch, lambda: load(tmp_path, keep_fp8=True))
-    assert f"{name} is not FP8, but others that belong in one tensor with it are" in message
+    for split in ranks(1, 4):  # also those that keep other experts
+        message = refused(tmp_path, monkeypatch, lambda split=split: load(tmp_path, split, keep_fp8=True))
+        assert f"{name} is not FP8, but others that belong in one tensor with it are" in message
 
 
 @pytest.mark.parametrize(

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from cptools.kernels.block_fp8 import BLOCK
 
-from .layout import Parameter
+from ..config import GLM53Config
+from ..weight_split import WeightSplit
+from .layout import Parameter, parameters
 from .released import Shape
 
 _NAMED = 20
 
 
-def check_kept(
-    needed: Sequence[Parameter], kept: Collection[str], shapes: Mapping[str, Shape], block: tuple[int, int] | None
-) -> None:
-    """ValueError unless the matrices among ``needed`` that are cut from ``kept`` tensors can be `BlockFP8`.
+def check_kept(config: GLM53Config, split: WeightSplit, kept: Collection[str], shapes: Mapping[str, Shape]) -> None:
+    """ValueError, on all ranks of the split alike, unless the matrices cut from ``kept`` tensors can be `BlockFP8`.
 
-    shapes: of whole tensors. block: rows and columns to a scale in the checkpoint.
+    shapes: of whole tensors.
     """
-    if block != (BLOCK, BLOCK):
-        raise ValueError(f"keep_fp8 needs blocks of {BLOCK} x {BLOCK}, weight_block_size is {block}")
+    if config.weight_block_size != (BLOCK, BLOCK):
+        raise ValueError(f"keep_fp8 needs blocks of {BLOCK} x {BLOCK}, weight_block_size is {config.weight_block_size}")
     faults = []
-    for parameter in needed:
-        if parameter.kind != "matrix":
-            continue
+    for parameter in parameters(config, WeightSplit()):
         plain = [cut.name for cut in parameter.cuts if cut.name not in kept]
-        if not plain:
-            faults += list(_cuts_through_blocks(parameter, shapes))
-        elif len(plain) < len(parameter.cuts):
+        if parameter.kind == "matrix" and 0 < len(plain) < len(parameter.cuts):
             faults.append(f"{plain[0]} is not FP8, but others that belong in one tensor with it are")
+    # Parts are of equal size, so if any of them cuts a block, the first one ends inside a block.
+    for parameter in parameters(config, replace(split, tp_rank=0, ep_rank=0)):
+        if parameter.kind == "matrix" and parameter.cuts[0].name in kept:
+            faults += list(_cuts_through_blocks(parameter, shapes))
     if faults:
         more = [f"and {len(faults) - _NAMED} more like these"] if len(faults) > _NAMED else []
         lines = "\n".join(f"- {fault}" for fault in faults[:_NAMED] + more)

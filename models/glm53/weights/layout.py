@@ -112,8 +112,9 @@ def parameters(config: GLM53Config, split: WeightSplit) -> list[Parameter]:
 def weight_bytes(
     config: GLM53Config, *, dtype: torch.dtype, keep_fp8: bool = False, split: WeightSplit | None = None
 ) -> int:
-    """Bytes of the weights that a rank keeps of a released checkpoint, FP8 scales included."""
+    """Bytes of the weights that a rank keeps of a checkpoint of this config, FP8 scales included."""
     total = 0
+    keep_fp8 = keep_fp8 and config.weight_block_size is not None
     for parameter in parameters(config, split or WeightSplit()):
         values = math.prod(parameter.shape)
         if parameter.kind == "matrix" and keep_fp8:

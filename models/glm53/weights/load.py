@@ -18,7 +18,7 @@ from ..weight_split import WeightSplit
 from .checkpoint_files import ITEM_BYTES, ShardReader, StoredTensor, checkpoint_files, stored_tensors
 from .fill import Filling, fill
 from .kept_fp8 import check_kept
-from .layout import Cut, assemble, parameters
+from .layout import Cut, assemble
 from .model_weights import ModelWeights
 from .progress import LoadProgress
 from .released import Shape, expected_tensors
@@ -52,7 +52,7 @@ def load_weights(
     stored = stored_tensors(files, shapes, config.weight_block_size)
     kept = {name for name, tensor in stored.items() if keep_fp8 and tensor.dtype == "F8_E4M3"}
     if kept:
-        check_kept(parameters(config, split), kept, shapes, config.weight_block_size)
+        check_kept(config, split, kept, shapes)
 
     filling = Filling(torch.device(device), dtype, kept)
     weights = assemble(config, split, filling)

@@ -8,7 +8,7 @@ from ..config import GLM53Config
 from ..weight_split import WeightSplit
 from .fill import Filling, fill
 from .kept_fp8 import check_kept
-from .layout import assemble, parameters
+from .layout import assemble
 from .model_weights import ModelWeights
 from .random_source import RandomSource
 from .released import is_released_as_fp8
@@ -34,12 +34,11 @@ def random_weights(
     """
     split = split or WeightSplit()
     source = RandomSource(config, seed=seed, device=device, router_skew=router_skew)
-    block = config.weight_block_size
     kept = {name for name, shape in source.shapes.items() if keep_fp8 and is_released_as_fp8(name, shape)}
     if keep_fp8:
-        check_kept(parameters(config, split), kept, source.shapes, block)
+        check_kept(config, split, kept, source.shapes)
     filling = Filling(torch.device(device), dtype, kept)
     weights = assemble(config, split, filling)
     for cut, into in filling.places:
-        fill(cut, into, source.read, block)
+        fill(cut, into, source.read, config.weight_block_size)
     return weights
