@@ -8,6 +8,9 @@ A mixture of experts with E experts over N ranks: rank r holds experts r * E / N
 
 Nothing is padded: a rank receives exactly the rows routed to it, and may receive or send none. The row groups follow
 the layout that grouped matrix products take (as in MegaBlocks and DeepEP).
+
+Rows that every rank holds alike, as in decode, need not travel: `own_rows` takes those of a rank's own experts, without
+a sync, and what the ranks make of them is added up by an all-reduce.
 """
 
 from __future__ import annotations
@@ -107,11 +110,7 @@ class ExpertExchange:
             ValueError: shapes that do not fit; more than one rank and no group; on all ranks alike, before rows travel,
                 an id outside [0, E) (with one rank only on the CPU, since it takes a sync).
         """
-        if x.dim() != 2 or experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.dtype != torch.int64:
-            raise ValueError(
-                f"dispatch needs x [T, D], experts int64 [T, K], got {tuple(x.shape)}, "
-                f"{experts.dtype} {tuple(experts.shape)}"
-            )
+        self._check(x, experts)
         if self.world_size == 1:
             return self._group_own(x, experts)
         group = self._collective("dispatch")
@@ -145,6 +144,34 @@ class ExpertExchange:
             slots=_inverse(torch.argsort(owner.flatten(), stable=True)).view(tokens, columns),
             pairs_sent=pairs_sent,
             pairs_received=pairs_received,
+        )
+
+    def own_rows(self, x: Tensor, experts: Tensor) -> ExpertRows:
+        """Rows for this rank's experts out of rows that all ranks hold alike. Local, no sync, capturable.
+
+        Args:
+            x: [T, D] of any dtype. experts: int64 [T, K].
+
+        Returns:
+            As `dispatch`, but [T * K, D] rows, of which only the first sum(counts) are for this rank; the slots of
+            pairs of other ranks' experts are all behind them.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        self._check(x, experts)
+        first = self.rank * self.experts_per_rank
+        mine = (experts >= first) & (experts < first + self.experts_per_rank)
+        order, slots, counts = _group(
+            torch.where(mine, experts - first, self.experts_per_rank).flatten(), self.experts_per_rank + 1
+        )
+        return ExpertRows(
+            rows=x[order.div(experts.shape[1], rounding_mode="floor")],
+            counts=counts[:-1],
+            arrival=slots,
+            slots=slots.view(experts.shape),
+            pairs_sent=[],
+            pairs_received=[],
         )
 
     def results(self, outputs: Tensor, sent: ExpertRows) -> Tensor:
@@ -189,6 +216,13 @@ class ExpertExchange:
         if wrong := [rank for rank, pairs in enumerate(both.pop()) if pairs]:
             raise ValueError(f"ranks {wrong} have experts outside [0, {self.num_experts})")
         return tuple(both)
+
+    def _check(self, x: Tensor, experts: Tensor) -> None:
+        if x.dim() != 2 or experts.dim() != 2 or experts.shape[0] != x.shape[0] or experts.dtype != torch.int64:
+            raise ValueError(
+                f"an exchange needs x [T, D], experts int64 [T, K], got {tuple(x.shape)}, "
+                f"{experts.dtype} {tuple(experts.shape)}"
+            )
 
     def _collective(self, method: str) -> ProcessGroup:
         if self.group is None:

@@ -29,7 +29,8 @@ def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config
     """u [local rows, hidden] -> the same. Collective over TP and EP, also without rows.
 
     With TP one sum. With EP, in a mixture, one exchange of each BLOCK_ROWS rows (of the rank that has most), and the
-    results all-gathered among the ranks that hold the rows alike.
+    results all-gathered among the ranks that hold the rows alike; or, where `LayerSplit` says so, in steps of decode
+    rows alone one sum over the experts' ranks, no sync, capturable.
     """
     tp, exchange = split.modules.tp, split.modules.experts
     if isinstance(w, DenseFFNWeights):
@@ -37,6 +38,8 @@ def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config
     shared = dense_swiglu(u, w.shared.gate_up, w.shared.down)
     if exchange.world_size == 1:
         return tp.sum(_routed(u, w, config, exchange, most_rows=u.shape[0]) + shared)
+    if split.expert_sum is not None:
+        return split.expert_sum.sum(_own_experts(u, w, config, exchange)) + tp.sum(shared)
     own = _routed(split.share(u), w, config, exchange, most_rows=split.most_rows)
     return split.collect(own) + tp.sum(shared)
 
@@ -62,4 +65,19 @@ def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExcha
         sent = exchange.dispatch(u[block], experts)
         results = exchange.results(grouped_swiglu(sent.rows, sent.counts, w.gate_up, w.down), sent)
         out[block] = sum_columns(results[sent.slots] * gates.to(u.dtype).unsqueeze(2))
+    return out
+
+
+def _own_experts(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExchange) -> Tensor:
+    """This rank's addend to the routed experts' part of rows u [T, hidden] that all ranks hold alike."""
+    out = torch.empty_like(u)
+    for start in range(0, u.shape[0], BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        experts, gates = route(u[block], w, config)
+        own = exchange.own_rows(u[block], experts)
+        outputs = grouped_swiglu(own.rows, own.counts, w.gate_up, w.down)
+        # What is behind the rows of this rank was never written, and may be NaN.
+        mine = torch.arange(outputs.shape[0], device=u.device) < own.counts.sum()
+        outputs = torch.where(mine.unsqueeze(1), outputs, 0.0)
+        out[block] = sum_columns(outputs[own.slots] * gates.to(u.dtype).unsqueeze(2))
     return out

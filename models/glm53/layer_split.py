@@ -29,6 +29,9 @@ class LayerSplit:
     peer_rows: SharedRows
     """All rows of a rank, which TP ranks, or the ranks of pure DCP, hold alike."""
     lockstep: Lockstep
+    expert_sum: TensorParallel | None = None
+    """The ranks of the experts, where steps of decode rows alone add up what each makes of all rows instead of
+    exchanging them: no sync, but another order of the sum. So on a GPU, unless replicas bring rows of their own."""
 
     @classmethod
     def alone(cls, num_experts: int) -> LayerSplit:
@@ -55,6 +58,7 @@ class LayerSplit:
             pcp_rows=SharedRows(group=groups.pcp),
             peer_rows=SharedRows(group=groups.dcp if pure_dcp else groups.tp),
             lockstep=Lockstep(group=groups.dp if sizes.ep > 1 else None),
+            expert_sum=TensorParallel(group=groups.ep) if groups.device_type == "cuda" and sizes.dp == 1 else None,
         )
 
     def begin(self, plan: StepPlan) -> StepSplit:
@@ -70,7 +74,8 @@ class LayerSplit:
             self.peer_rows.counts(prompt + decode)[0]
             for prompt, decode in zip(prompt_counts, self.pcp_rows.counts(decode_rows), strict=True)
         )
-        return StepSplit(self, prompt_rows, decode_rows, self.lockstep.most(max(shares)))
+        expert_sum = None if any(prompt_counts) else self.expert_sum
+        return StepSplit(self, prompt_rows, decode_rows, self.lockstep.most(max(shares)), expert_sum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +88,8 @@ class StepSplit:
     decode_rows: int
     most_rows: int
     """The rows of the rank with most of them once they are shared, in all replicas that take this step."""
+    expert_sum: TensorParallel | None
+    """Where the experts' parts are added up in this step, if they are not exchanged."""
 
     @property
     def goes_on(self) -> bool:
@@ -92,7 +99,7 @@ class StepSplit:
     def decode_pass(self, rows: int) -> StepSplit:
         """For a further pass within the step, over at most one decode row for each of its requests. Local."""
         # So many rows are no more on any rank than the step's own, by which all replicas count their exchanges.
-        return replace(self, prompt_rows=0, decode_rows=rows)
+        return replace(self, prompt_rows=0, decode_rows=rows, expert_sum=self.modules.expert_sum)
 
     def share(self, x: Tensor) -> Tensor:
         """The rows of x [local rows, ...] that no other rank takes. Local; collect(share(x)) == x."""

@@ -162,8 +162,8 @@ class GLM53:
 
     @property
     def capturable(self) -> bool:
-        """Whether `decode_hidden` may be captured in a CUDA graph: expert parallelism sends as many rows as it must."""
-        return self.device.type == "cuda" and self.split.experts.world_size == 1
+        """Whether `decode_hidden` may be captured in a CUDA graph: not where replicas exchange rows with experts."""
+        return self.device.type == "cuda" and (self.split.experts.world_size == 1 or self.split.expert_sum is not None)
 
     @property
     def lockstep(self) -> bool:
@@ -231,7 +231,7 @@ class GLM53:
         """Hidden states [T, hidden] after the final norm of decode rows whose data are on the device. Collective.
 
         ids: int64 [T] on the device, of padding rows any token. Nothing is checked, and no length is kept: this is the
-        part of a step that a CUDA graph is captured over. No sync, except with ep > 1.
+        part of a step that a CUDA graph is captured over. No sync where `capturable`.
         """
         return self._forward(ids, make_pass(self.config, cache.begin_decode(rows), self.split.begin_decode(len(rows))))
 

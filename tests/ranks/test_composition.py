@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cptools import ParallelConfig, ParallelGroups
+from cptools.tensor_parallel import TensorParallel
 from models.glm53 import GLM53
 from models.glm53.ffn import feed_forward
 from models.glm53.weights import MoEWeights
@@ -170,3 +171,36 @@ def test_rows_are_exchanged_in_blocks_of_which_every_rank_counts_as_many(tiny: P
     for logits, exchanges in run_ranks(_blocks, 2, str(tiny)):
         assert torch.equal(logits, want)
         assert exchanges == 3 * 5
+
+
+def _summed(rank: int, world_size: int, path: str) -> list[Any]:
+    """Decode whose experts are summed and not exchanged, as on a GPU."""
+    prompts, results = random_prompts((19, 1, 40), TINY.vocab_size), []
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    for sizes in (ParallelConfig(tp=2, ep=2), ParallelConfig(pcp=2, dcp=2, ep=2), ParallelConfig(dcp=2, ep=2)):
+        with ParallelGroups.from_world(sizes) as groups:
+            model = GLM53.from_pretrained(path, parallel=groups)
+            assert model.split.expert_sum is None
+            model.split = replace(model.split, expert_sum=TensorParallel(group=groups.ep))
+            out = model.generate_batch(prompts, 4)
+            cache = model.new_cache(1)
+            request = cache.open()
+            model.step(cache, prompts={request: [5]})
+            with CollectiveCounter() as seen:
+                model.step(cache, decodes={request: [6]})
+            results.append((out.ids, out.decode_logits, dict(seen.counts)))
+    torch.use_deterministic_algorithms(False)
+    return results
+
+
+def test_decode_that_adds_up_experts_is_close_to_one_rank_and_exchanges_nothing(tiny: Path) -> None:
+    prompts = random_prompts((19, 1, 40), TINY.vocab_size)
+    first, second = run_ranks(_summed, 2, str(tiny))
+    for number, decode_parts in enumerate((1, 2, 2)):
+        want = GLM53.from_pretrained(tiny, decode_parts=decode_parts).generate_batch(prompts, 4)
+        for ids, logits, counts in (first[number], second[number]):
+            assert ids == want.ids
+            assert "alltoall_base_" not in counts
+            for got, expected in zip(logits, want.decode_logits, strict=True):
+                torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+        assert all(torch.equal(a, b) for a, b in zip(first[number][1], second[number][1], strict=True))

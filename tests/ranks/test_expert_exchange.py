@@ -146,3 +146,21 @@ def test_plan_without_a_group_and_misfits() -> None:
     sent = alone.dispatch(torch.zeros(2, 8), torch.tensor([[0, 1], [2, 3]]))
     with pytest.raises(ValueError, match="for 4 rows"):
         alone.results(torch.zeros(3, 8), sent)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 67])
+def test_own_rows_of_all_ranks_are_all_pairs(tokens: int) -> None:
+    """Rows that every rank holds: each takes those of its experts, the pairs of others stand behind them."""
+    x, experts = torch.randn(tokens, 8), _random(tokens, torch.Generator().manual_seed(0))
+    seen = torch.zeros(tokens, COLUMNS, dtype=torch.int64)
+    for rank in range(3):
+        exchange = ExpertExchange(num_experts=EXPERTS, world_size=3, rank=rank)
+        own = exchange.own_rows(x, experts)
+        count = int(own.counts.sum())
+        assert own.counts.tolist() == [int((experts == e).sum()) for e in exchange.local_experts]
+        mine = own.slots < count
+        seen += mine
+        assert torch.equal(own.rows[own.slots], x.unsqueeze(1).expand(-1, COLUMNS, -1))
+        local = torch.repeat_interleave(torch.tensor(exchange.local_experts), own.counts)
+        assert torch.equal(local[own.slots[mine]], experts[mine])
+    assert (seen == 1).all()
