@@ -3,7 +3,7 @@
     python -m tests.ranks.composition_matrix
 
 {PCP 1, 2} x {DCP 1, 2, 4} x {TP 1, 2} x {EP 1, all} x {DP 1, 2} as far as they are legal, each with fp32 and FP8 rows,
-prompts in one piece and in chunks. What a cell is held to:
+prompts in one piece and in chunks, plain and with three drafts of the MTP layer. What a cell is held to:
 
 - without TP, the bits of one rank whose decode attention is summed in as many parts (`decode_parts`): logits of all
   prompt and decode rows, selections, tokens;
@@ -18,6 +18,7 @@ Replicas (DP) run other prompts for other numbers of tokens. Exit status 1 if a 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ from torch import Tensor
 from cptools import ParallelConfig, ParallelGroups
 from cptools.step_plan import StepPlan
 from models.glm53 import GLM53
-from tests.checkpoints import TINY, random_prompts, save_random
+from tests.checkpoints import TINY, random_prompts, save_guessable
 from tests.ranks.harness import run_ranks
 from tests.ranks.layer_replay import LayerRun, run_layers
 from tests.ranks.second_order import reversed_sums
@@ -64,12 +65,14 @@ class Mode:
 
     kv_rows: str
     chunk: int | None
+    draft_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.kv_rows}, {'one-shot' if self.chunk is None else 'chunked'}"
+        drafts = f"MTP{self.draft_tokens}" if self.draft_tokens else "plain"
+        return f"{self.kv_rows} {'one-shot' if self.chunk is None else 'chunked'} {drafts}"
 
 
-MODES = [Mode(kv_rows, chunk) for kv_rows in ("fp32", "fp8") for chunk in (None, CHUNK)]
+MODES = [Mode(*mode) for mode in itertools.product(("fp32", "fp8"), (None, CHUNK), (0, 3))]
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Answers:
     """Per prompt float32 [rows, vocab], of its prompt and decode rows."""
     selections: list[list[Tensor]]
     """Per prompt and layer int64 [rows, K]."""
+    accepted: list[int]
+    """How many verifications accepted 0, 1, ... drafts."""
 
     def digest(self) -> str:
         tensors = [*self.logits, *(layer for layers in self.selections for layer in layers)]
@@ -107,15 +112,20 @@ def is_by_layer(sizes: ParallelConfig, mode: Mode) -> bool:
     return not is_exact(sizes) and mode.kv_rows == "fp8"
 
 
-def work_of(replica: int) -> tuple[list[list[int]], int]:
-    """The prompts of a replica, and for how many new tokens: the second is done before the first."""
+def work_of(replica: int) -> list[list[int]]:
+    """The prompts of a replica."""
     prompts = random_prompts(LENGTHS, CONFIG.vocab_size)
-    return (prompts, NEW_TOKENS) if replica == 0 else (prompts[1:3], 2)
+    return prompts if replica == 0 else prompts[1:3]
+
+
+def new_tokens_of(replica: int, mode: Mode) -> int:
+    """The second replica is done before the first; enough that all drafts are verified at least once."""
+    return NEW_TOKENS - replica if not mode.draft_tokens else mode.draft_tokens + 2 - replica
 
 
 def answer(model: GLM53, replica: int, mode: Mode) -> Answers:
     """Collective over the ranks of the replica, and of all where they share experts."""
-    prompts, new_tokens = work_of(replica)
+    prompts, new_tokens = work_of(replica), new_tokens_of(replica, mode)
     layers = model.config.num_hidden_layers
     selections: list[list[list[Tensor]]] = [[[] for _ in range(layers)] for _ in prompts]
 
@@ -128,16 +138,24 @@ def answer(model: GLM53, replica: int, mode: Mode) -> Answers:
         for i, part in zip([*prefilling, *decoding], rows, strict=True):
             selections[i][layer].append(part.clone())
 
-    out = model.generate_batch(prompts, new_tokens, chunk=mode.chunk, prompt_logits="all", observer=observe)
+    out = model.generate_batch(
+        prompts,
+        new_tokens,
+        chunk=mode.chunk,
+        prompt_logits="all",
+        draft_tokens=mode.draft_tokens,
+        # Rows of rejected drafts select too, and are none of the result.
+        observer=None if mode.draft_tokens else observe,
+    )
     logits = [torch.cat(pair) for pair in zip(out.prompt_logits, out.decode_logits, strict=True)]
-    return Answers(out.ids, logits, [[torch.cat(parts) for parts in own] for own in selections])
+    return Answers(out.ids, logits, [[torch.cat(parts) for parts in own if parts] for own in selections], out.accepted)
 
 
 def replay(model: GLM53, mode: Mode, given: list[list[LayerRun]] | None = None) -> list[list[LayerRun]]:
     """All layers over the prompts and some decode steps, in a cell that is compared by layer. Collective."""
-    prompts, _ = work_of(0)
-    fed = [[token, token + 7] for token in range(len(prompts))]
-    return run_layers(model, prompts, fed, chunk=mode.chunk, given=given)
+    prompts = work_of(0)
+    fed = [[token + 7 * i for i in range(2 + mode.draft_tokens)] for token in range(len(prompts))]
+    return run_layers(model, prompts, fed, chunk=mode.chunk, mtp=mode.draft_tokens > 0, given=given)
 
 
 Traces = dict[tuple[int, Mode], list[list[LayerRun]]]
@@ -154,8 +172,10 @@ def _run_modes(path: str, sizes: ParallelConfig, traces: Traces) -> dict[Mode, C
     results = {}
     with ParallelGroups.from_world(sizes) as groups:
         replica = groups.coords.dp_rank
+        rows = dict.fromkeys(mode.kv_rows for mode in MODES)
+        models = {kv_rows: GLM53.from_pretrained(path, parallel=groups, kv_rows=kv_rows) for kv_rows in rows}
         for mode in MODES:
-            model = GLM53.from_pretrained(path, parallel=groups, kv_rows=mode.kv_rows)
+            model = models[mode.kv_rows]
             if is_by_layer(sizes, mode):
                 want = [layer for step in traces[sizes.dcp, mode] for layer in step]
                 got = [layer for step in replay(model, mode, traces[sizes.dcp, mode]) for layer in step]
@@ -174,7 +194,7 @@ class OneRank:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.answers: dict[tuple[str, int, int], Answers] = {}
+        self.answers: dict[tuple[str, int, int, int], Answers] = {}
         self.traces: Traces = {}
         for sizes in SIZES:
             for mode in MODES:
@@ -183,12 +203,12 @@ class OneRank:
                         self.traces[sizes.dcp, mode] = replay(self.model(mode.kv_rows, sizes.dcp), mode)
                     continue
                 for replica in range(sizes.dp):
-                    key = (mode.kv_rows, sizes.dcp, replica)
+                    key = (mode.kv_rows, sizes.dcp, replica, mode.draft_tokens)
                     if key not in self.answers:
-                        self.answers[key] = answer(self.model(*key[:2]), replica, MODES[0])
+                        self.answers[key] = answer(self.model(*key[:2]), replica, replace(mode, chunk=None))
         model = self.model("fp32", 1)
         model.weights = reversed_sums(model.weights)
-        other, usual = answer(model, 0, MODES[0]), self.answers["fp32", 1, 0]
+        other, usual = answer(model, 0, MODES[0]), self.answers["fp32", 1, 0, 0]
         self.orders_differ = other.digest() != usual.digest()
         """Whether the second order moved any bit: without that it rejects nothing."""
         self.kept = [i for i in range(len(LENGTHS)) if _alike(other, usual, i)]
@@ -204,13 +224,13 @@ class OneRank:
             equal = all(difference <= TOLERANCE for difference in differences) and differ == 0
             return ("layers" if equal else f"layers differ by {differences}, {differ} selections"), equal
         for result in ranks:
-            want = self.answers[mode.kv_rows, sizes.dcp, result.replica]
+            want = self.answers[mode.kv_rows, sizes.dcp, result.replica, mode.draft_tokens]
             if is_exact(sizes):
                 if (result.ids, result.digest) != (want.ids, want.digest()):
                     return f"replica {result.replica} differs", False
                 continue
-            usable = [work_of(0)[0][i] for i in self.kept]
-            kept = [i for i, prompt in enumerate(work_of(result.replica)[0]) if prompt in usable]
+            usable = [work_of(0)[i] for i in self.kept]
+            kept = [i for i, prompt in enumerate(work_of(result.replica)) if prompt in usable]
             for i in kept:
                 difference = float((result.logits[i] - want.logits[i]).abs().max())
                 if result.ids[i] != want.ids[i] or not difference <= TOLERANCE:
@@ -236,6 +256,8 @@ class Table:
     """Markdown."""
     wrong: list[str]
     """What is not as it should be."""
+    accepted: list[int]
+    """Verifications on one rank that accepted 0, 1, ... drafts."""
     rejected: int
     """Prompts of which another order of summation makes something else; cells with TP are not held to them."""
     orders_differ: bool
@@ -248,7 +270,7 @@ class Table:
 
 def run_matrix(folder: Path) -> Table:
     """All cells: one start of two ranks, and one of four."""
-    path = save_random(folder / "checkpoint", CONFIG)
+    path = save_guessable(folder / "checkpoint", CONFIG)
     one = OneRank(path)
     results: dict[ParallelConfig, list[dict[Mode, CellResult]]] = {}
     for world_size in sorted({sizes.world_size for sizes in SIZES}):
@@ -268,7 +290,14 @@ def run_matrix(folder: Path) -> Table:
             wrong += [] if right else [f"{sizes}, {mode}: {text}"]
         numbers = (sizes.world_size, sizes.dp, sizes.pcp, sizes.dcp, sizes.tp, sizes.ep)
         rows.append("| " + " | ".join([*map(str, numbers), *texts]) + " |")
-    return Table(rows, wrong, len(LENGTHS) - len(one.kept), one.orders_differ, len(SIZES) * len(MODES))
+    return Table(
+        rows,
+        wrong,
+        accepted=one.answers["fp32", 1, 0, 3].accepted,
+        rejected=len(LENGTHS) - len(one.kept),
+        orders_differ=one.orders_differ,
+        cells=len(SIZES) * len(MODES),
+    )
 
 
 def main() -> int:
