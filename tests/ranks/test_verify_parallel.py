@@ -15,6 +15,7 @@ from examples import demo_model, long_prefill, verify_parallel
 from examples.demo_model import CONFIG
 from models.glm53 import GLM53Config
 from models.glm53.weights import random_tensors, save_checkpoint
+from tests.checkpoints import save_guessable
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = replace(CONFIG, index_topk=16)
@@ -74,6 +75,20 @@ def test_ranks_that_split_heads_and_experts_are_close_to_one_rank(checkpoint):
     assert sum(report["kv_bytes_per_rank"]) == 2 * report["kv_bytes_one_rank"]
 
 
+def test_ranks_with_drafts_equal_one_rank_without(tmp_path):
+    config = replace(SMALL, num_nextn_predict_layers=1, index_share_for_mtp_iteration=True)
+    checkpoint = save_guessable(tmp_path, config)
+    flags = "--pcp 2 --dcp 2 --draft-tokens 3 --alone --chunk 40 --kv-rows fp8 --lengths 1,2,63,130 --json".split()
+    run = torchrun(2, "verify_parallel.py", "--checkpoint", checkpoint, *flags)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert (report["max_logit_diff"], report["max_decode_logit_diff"], report["topk_mismatches"]) == (0.0, 0.0, 0)
+    assert (report["greedy_equal"], report["kv_split_even"]) == (True, True)
+    gained = [(1 + j) * count for j, count in enumerate(report["accepted_drafts"])]
+    assert sum(gained) == 4 * verify_parallel.DECODE_STEPS
+    assert report["mean_acceptance_length"] == sum(gained) / sum(report["accepted_drafts"]) > 1
+
+
 def test_dump_holds_what_the_ranks_made(checkpoint, tmp_path):
     prompts = [[5, 6, 7] * 20, [1]]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
@@ -120,6 +135,8 @@ def refusal(main, monkeypatch, capsys, rank, *flags):
         ("--pcp 3", "torchrun started 2"),
         ("--pcp 2 --lengths 5,0", "(5, 0)"),
         ("--pcp 2 --chunk 0", "--chunk 0"),
+        ("--pcp 2 --draft-tokens 3", "--draft-tokens 3 with a checkpoint of 0 MTP layers"),
+        ("--pcp 2 --draft-tokens -1", "--draft-tokens -1"),
         ("--pcp two", "two"),
         ("--pcp 2 --prompts {dir}/empty.json", "prompt 1 is empty"),
         ("--pcp 2 --prompts {dir}/outside.json", "prompt 0 has ids outside [0, 257), among them [-3, 257]"),
