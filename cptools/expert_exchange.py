@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from cptools.collectives import all_to_all_rows, as_byte_rows, from_byte_rows, group_coordinates
 from cptools.integers import require_int
+from cptools.kernels.expert_routing import group_by_expert
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class ExpertRows:
     """[P, D], grouped: those of this rank's first expert, then of its second, and so on. Within an expert by source
     rank, then token."""
     counts: Tensor
-    """int64 [E / N], rows of each expert, on the device of the rows; they add up to P."""
+    """int32 [E / N], rows of each expert, on the device of the rows; they add up to P."""
     arrival: Tensor
     """int64 [P]: the row of each pair as they arrived, in which order results go back."""
     slots: Tensor
@@ -136,11 +137,11 @@ class ExpertExchange:
 
         # The pairs for this rank, as they arrived: by source rank, then token, then column.
         pairs = torch.argsort((ids < 0).byte(), stable=True)[: sum(pairs_received)]
-        order, arrival, counts = _group(ids[pairs], self.experts_per_rank)
+        groups = group_by_expert(ids[pairs].unsqueeze(1), self.experts_per_rank)
         return ExpertRows(
-            rows=rows[pairs[order].div(columns, rounding_mode="floor")],
-            counts=counts,
-            arrival=arrival,
+            rows=rows[pairs[groups.order].div(columns, rounding_mode="floor")],
+            counts=groups.counts,
+            arrival=groups.slots.flatten(),
             slots=_inverse(torch.argsort(owner.flatten(), stable=True)).view(tokens, columns),
             pairs_sent=pairs_sent,
             pairs_received=pairs_received,
@@ -153,8 +154,8 @@ class ExpertExchange:
             x: [T, D] of any dtype. experts: int64 [T, K].
 
         Returns:
-            As `dispatch`, but [T * K, D] rows, of which only the first sum(counts) are for this rank; the slots of
-            pairs of other ranks' experts are all behind them.
+            As `dispatch`, but [T * K, D] rows, of which only the first sum(counts) are for this rank. The slots of
+            pairs of other ranks' experts are all the last row, which is none of these where there is such a pair.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -162,14 +163,13 @@ class ExpertExchange:
         self._check(x, experts)
         first = self.rank * self.experts_per_rank
         mine = (experts >= first) & (experts < first + self.experts_per_rank)
-        order, slots, counts = _group(
-            torch.where(mine, experts - first, self.experts_per_rank).flatten(), self.experts_per_rank + 1
-        )
+        ids = torch.where(mine, experts - first, self.experts_per_rank)
+        groups = group_by_expert(ids, self.experts_per_rank + 1)
         return ExpertRows(
-            rows=x[order.div(experts.shape[1], rounding_mode="floor")],
-            counts=counts[:-1],
-            arrival=slots,
-            slots=slots.view(experts.shape),
+            rows=x[groups.order.div(experts.shape[1], rounding_mode="floor")],
+            counts=groups.counts[:-1],
+            arrival=groups.slots.flatten(),
+            slots=torch.where(mine, groups.slots, ids.numel() - 1),
             pairs_sent=[],
             pairs_received=[],
         )
@@ -198,12 +198,12 @@ class ExpertExchange:
         ids = experts.flatten()
         if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_experts:
             raise ValueError(f"experts in [{int(ids.min())}, {int(ids.max())}], there are {self.num_experts}")
-        order, slots, counts = _group(ids, self.num_experts)
+        groups = group_by_expert(experts, self.num_experts)
         return ExpertRows(
-            rows=x[order.div(experts.shape[1], rounding_mode="floor")],
-            counts=counts,
-            arrival=slots,
-            slots=slots.view(experts.shape),
+            rows=x[groups.order.div(experts.shape[1], rounding_mode="floor")],
+            counts=groups.counts,
+            arrival=groups.slots.flatten(),
+            slots=groups.slots,
             pairs_sent=[len(ids)],
             pairs_received=[len(ids)],
         )
@@ -228,14 +228,6 @@ class ExpertExchange:
         if self.group is None:
             raise ValueError(f"{method} over world_size={self.world_size} ranks needs group=")
         return self.group
-
-
-def _group(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids [P] in [0, experts) -> pairs by expert and how they stand now, the inverse, and rows of each expert."""
-    order = torch.argsort(ids, stable=True)
-    edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
-    # Not bincount, which waits for the largest id.
-    return order, _inverse(order), torch.searchsorted(ids[order], edges).diff()
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from cptools.expert_exchange import ExpertExchange
+from cptools.kernels import expert_routing
 from cptools.kernels.grouped_swiglu import dense_swiglu, grouped_swiglu
-from cptools.kernels.rowwise import linear, sum_columns
+from cptools.kernels.rowwise import linear
 
 from .config import GLM53Config
 from .layer_split import StepSplit
@@ -46,14 +47,13 @@ def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config
 
 def route(u: Tensor, w: MoEWeights, config: GLM53Config) -> tuple[Tensor, Tensor]:
     """(experts [T, k] int64 ascending, gates [T, k] float32) of rows u [T, hidden]. The bias only selects."""
-    p = 1.0 / (1.0 + torch.exp(-linear(u.float(), w.router)))
-    # A stable sort, so that equal scores choose the lower expert everywhere.
-    order = torch.sort(p + w.bias, dim=1, descending=True, stable=True).indices
-    experts = torch.sort(order[:, : config.num_experts_per_tok], dim=1).values
-    gates = p.gather(1, experts)
-    if config.norm_topk_prob:
-        gates = gates / (sum_columns(gates) + 1e-20).unsqueeze(1)
-    return experts, gates * config.routed_scaling_factor
+    return expert_routing.route(
+        linear(u.float(), w.router),
+        w.bias,
+        k=config.num_experts_per_tok,
+        normalise=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+    )
 
 
 def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExchange, *, most_rows: int) -> Tensor:
@@ -64,7 +64,7 @@ def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExcha
         experts, gates = route(u[block], w, config)
         sent = exchange.dispatch(u[block], experts)
         results = exchange.results(grouped_swiglu(sent.rows, sent.counts, w.gate_up, w.down), sent)
-        out[block] = sum_columns(results[sent.slots] * gates.to(u.dtype).unsqueeze(2))
+        out[block] = expert_routing.combine(results, sent.slots, gates)
     return out
 
 
@@ -76,8 +76,7 @@ def _own_experts(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: Expert
         experts, gates = route(u[block], w, config)
         own = exchange.own_rows(u[block], experts)
         outputs = grouped_swiglu(own.rows, own.counts, w.gate_up, w.down)
-        # What is behind the rows of this rank was never written, and may be NaN.
-        mine = torch.arange(outputs.shape[0], device=u.device) < own.counts.sum()
-        outputs = torch.where(mine.unsqueeze(1), outputs, 0.0)
-        out[block] = sum_columns(outputs[own.slots] * gates.to(u.dtype).unsqueeze(2))
+        # What other ranks compute adds nothing here; the row that stands for it was never written, and may be NaN.
+        outputs[-1:].masked_fill_(own.counts.sum() < outputs.shape[0], 0.0)
+        out[block] = expert_routing.combine(outputs, own.slots, gates)
     return out

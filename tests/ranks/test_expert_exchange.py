@@ -160,7 +160,8 @@ def test_own_rows_of_all_ranks_are_all_pairs(tokens: int) -> None:
         assert own.counts.tolist() == [int((experts == e).sum()) for e in exchange.local_experts]
         mine = own.slots < count
         seen += mine
-        assert torch.equal(own.rows[own.slots], x.unsqueeze(1).expand(-1, COLUMNS, -1))
+        assert torch.equal(own.rows[own.slots[mine]], x.unsqueeze(1).expand(-1, COLUMNS, -1)[mine])
+        assert (own.slots[~mine] == tokens * COLUMNS - 1).all()
         local = torch.repeat_interleave(torch.tensor(exchange.local_experts), own.counts)
         assert torch.equal(local[own.slots[mine]], experts[mine])
     assert (seen == 1).all()
