@@ -15,7 +15,7 @@ from cptools.collectives import require_agreement
 from models.glm53 import GLM53
 from tests.gpu.test_model_runner import runner_of, schedule
 
-SPLITS = [{"pcp": 2, "dcp": 2}, {"pcp": 2}, {"dcp": 2}, {"tp": 2}]
+SPLITS = [{"pcp": 2, "dcp": 2}, {"pcp": 2}, {"dcp": 2}, {"tp": 2}, {"pcp": 2, "dcp": 2, "ep": 2}, {"tp": 2, "ep": 2}]
 
 
 def main(path: str) -> None:
