@@ -20,7 +20,7 @@ from models.glm53.weights import (
     save_sharded_checkpoint,
     weight_bytes,
 )
-from tests.model.test_weight_loading import BLOCKY
+from tests.model.weight_cases import BLOCKY
 from tests.model.weight_trees import leaves
 
 pytestmark = pytest.mark.gpu

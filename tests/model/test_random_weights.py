@@ -31,7 +31,7 @@ from models.glm53.weights import (
     scale_name,
     weight_bytes,
 )
-from tests.model.test_weight_loading import BLOCKY, RAGGED, SPLITS, ranks
+from tests.model.weight_cases import BLOCKY, RAGGED, SPLITS, ranks
 from tests.model.weight_trees import assert_same, leaves, nbytes, part_of, plain
 
 FULL = GLM53Config.glm53()

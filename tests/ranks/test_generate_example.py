@@ -13,7 +13,7 @@ from models.glm53 import GLM53
 from models.glm53.weight_split import WeightSplit
 from models.glm53.weights import RandomSource, save_sharded_checkpoint, weight_bytes
 from tests.checkpoints import random_prompts
-from tests.model.test_weight_loading import BLOCKY
+from tests.model.weight_cases import BLOCKY
 from tests.ranks.test_verify_parallel import refusal, torchrun
 
 
