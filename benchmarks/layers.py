@@ -40,8 +40,8 @@ DECODE_BATCHES = (1, 8, 32, 128)
 DECODE_CONTEXTS = (8192, 65_536)
 LONG_DECODE = (1, 1_048_576 - 64)
 REPEATS = 5
-HOLD_CYCLES = 60_000_000
-"""The GPU spins this long before a step, about 30 ms, while the host launches it."""
+HOLD_BYTES, HOLD_FILLS = 1 << 30, 60
+"""The GPU fills memory before a step, about 20 ms, while the host launches it."""
 PAGE_SIZE = 64
 
 
@@ -104,7 +104,8 @@ def measure_prefill(model: GLM53, cache: EngineCache, chunk: int, context: int) 
     """Parts of one chunk of one request behind ``context`` cached tokens."""
     generator = torch.Generator().manual_seed(chunk + context)
     samples, eager = [], []
-    held = SpanTimer(hold_cycles=HOLD_CYCLES)
+    scratch = torch.empty(HOLD_BYTES, dtype=torch.uint8, device="cuda")
+    held = SpanTimer(hold=lambda: [scratch.fill_(i) for i in range(HOLD_FILLS)])
     for timer in [None, *[held, None] * REPEATS]:
         (request,) = open_at(cache, [context])
         ids = torch.randint(model.config.vocab_size, (chunk,), generator=generator).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,20 +20,20 @@ class _Part:
 class SpanTimer:
     """A `cptools.spans.Span` that records events; in a graph's capture they become nodes of the graph.
 
-    ``graph``: the spans run while a CUDA graph is captured, and every replay is timed anew. ``hold_cycles``: the GPU
-    spins so long in front of the first span, while the host launches the others, so that the times are the GPU's alone.
+    ``graph``: the spans run while a CUDA graph is captured, and every replay is timed anew. ``hold``: called in
+    front of the first span, to keep the GPU busy while the host launches the others; then the times are the GPU's alone.
     Nested spans are all recorded; `times_us` sums the spans of each path of names, such as "layer 0/attend".
     """
 
-    def __init__(self, *, graph: bool = False, hold_cycles: int = 0) -> None:
-        self._graph, self._hold_cycles = graph, hold_cycles
+    def __init__(self, *, graph: bool = False, hold: Callable[[], object] | None = None) -> None:
+        self._graph, self._hold = graph, hold
         self._path: list[str] = []
         self._parts: list[_Part] = []
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        if not self._path and not self._parts and self._hold_cycles:
-            torch.cuda._sleep(self._hold_cycles)
+        if not self._path and not self._parts and self._hold is not None:
+            self._hold()
         self._path.append(name)
         part = _Part("/".join(self._path), self._event(), self._event())
         part.start.record()
