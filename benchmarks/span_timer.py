@@ -21,7 +21,7 @@ class SpanTimer:
     """A `cptools.spans.Span` that records events; in a graph's capture they become nodes of the graph.
 
     ``graph``: the spans run while a CUDA graph is captured, and every replay is timed anew. ``hold``: called in
-    front of the first span, to keep the GPU busy while the host launches the others; then the times are the GPU's alone.
+    front of the first span, to keep the GPU busy while the host launches the others; so the times are the GPU's alone.
     Nested spans are all recorded; `times_us` sums the spans of each path of names, such as "layer 0/attend".
     """
 
