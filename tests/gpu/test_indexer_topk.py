@@ -224,7 +224,7 @@ def test_float_keys_of_any_shape(dtype: torch.dtype, heads: int, dim: int) -> No
 
 
 def hard_keys(kind: str, count: int) -> IndexKeys:
-    """Keys whose scores are trying for a threshold that rises with the keys seen."""
+    """Keys whose scores are trying for a threshold from a sample."""
     keys = exact_keys(count, seed=2)
     if kind == "equal":
         keys.values.copy_(torch.ones(1, 128, device="cuda").to(FP8).expand(count, -1))
@@ -241,7 +241,7 @@ def hard_keys(kind: str, count: int) -> IndexKeys:
 
 
 @pytest.mark.parametrize("kind", ["ties", "equal", "rising", "falling", "nan", "last"])
-def test_lists_of_candidates_hold_the_best_of_the_scores(kind: str) -> None:
+def test_blocks_give_the_best_of_the_scores(kind: str) -> None:
     rows, count = 259, 70000
     query, weights = exact_queries(rows, 32, seed=1)
     weights = weights.abs() if kind in ("rising", "falling") else weights
@@ -254,7 +254,7 @@ def test_lists_of_candidates_hold_the_best_of_the_scores(kind: str) -> None:
     for k in (2048, 100):
         wanted = topk_select(scores, k, lengths=lens, impl="reference")
         given = {"kv_lens": lens, "key_starts": starts, "k": k, "impl": "gluon"}
-        for workspace in (60 << 20, 20 << 20):
+        for workspace in (60 << 20, 5 << 20):
             found = indexer_topk_fp8(query, weights, keys, **given, workspace_bytes=workspace)
             assert torch.equal(found[0], wanted[0])
             assert torch.equal(found[1].nan_to_num(7.0), wanted[1].nan_to_num(7.0))
@@ -275,10 +275,38 @@ def test_a_score_has_the_same_bits_whatever_is_scored_with_it(rows: int) -> None
         alone = indexer_scores_fp8(query[row:][:1], weights[row:][:1], keys, kv_lens=lens[row:][:1])
         assert torch.equal(alone[0], scores[row])
     wanted = topk_select(scores, 2048, lengths=lens)
-    for workspace in (320 << 20, 42 << 20, 10 << 20):  # one block, blocks of whole rows, lists
+    for workspace in (320 << 20, 42 << 20, 1 << 20):  # few large blocks, many, chunks of a row
         found = indexer_topk_fp8(query, weights, keys, kv_lens=lens, k=2048, workspace_bytes=workspace)
         assert torch.equal(found[0], wanted[0])
         assert torch.equal(found[1], wanted[1])
+
+
+def test_blocks_follow_the_current_stream_and_leave_memory_to_it() -> None:
+    """Calls back to back on a stream of the caller's, each after its inputs changed there."""
+    rows, count, k = 300, 60000, 512
+    query, weights = exact_queries(rows, 32, seed=1)
+    keys = exact_keys(count, seed=2)
+    lens = torch.stack([torch.arange(count - rows, count, device="cuda"), torch.zeros(rows, device="cuda").long()], 1)
+    others = [exact_queries(rows, 32, seed=seed)[0] for seed in (5, 6, 7)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    with torch.cuda.stream(stream):
+        for other in others:
+            query.view(torch.uint8).copy_(other.view(torch.uint8))
+            found.append(
+                indexer_topk_fp8(
+                    query, weights, keys, kv_lens=lens[:, 0], k=k, workspace_bytes=30 << 20, sorted_by="position"
+                )
+            )
+            torch.full((8 << 20,), math.nan, device="cuda")
+            query.view(torch.uint8).zero_()
+    stream.synchronize()
+    for other, (positions, best) in zip(others, found, strict=True):
+        scores = indexer_scores_fp8(other, weights, keys, kv_lens=lens[:, 0])
+        wanted = topk_select(scores, k, sorted_by="position", impl="reference")
+        assert torch.equal(positions, wanted[0])
+        assert torch.equal(best, wanted[1])
 
 
 def test_many_rows_are_selected_in_blocks() -> None:
@@ -343,8 +371,34 @@ def test_capture_and_replay_with_other_contents(impl: str) -> None:
     assert torch.equal(captured[2], wanted[1])
 
 
+def test_blocks_are_captured_with_their_streams() -> None:
+    rows, count, k = 261, 50000, 2048
+    query, weights = exact_queries(rows, 32, seed=1)
+    keys = exact_keys(count, seed=2)
+    lens = torch.arange(count - rows, count, device="cuda") + 1
+
+    def run() -> tuple[Tensor, Tensor]:
+        return indexer_topk_fp8(query, weights, keys, kv_lens=lens, k=k, workspace_bytes=30 << 20)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in (8, 9):
+        query.copy_(exact_queries(rows, 32, seed=seed)[0])
+        lens -= 1000
+        graph.replay()
+        scores = indexer_scores_fp8(query, weights, keys, kv_lens=lens)
+        wanted = topk_select(scores, k, lengths=lens, impl="reference")
+        assert torch.equal(captured[0], wanted[0])
+        assert torch.equal(captured[1], wanted[1])
+
+
 def test_custom_ops_pass_opcheck() -> None:
-    from cptools.kernels.indexer_topk import gluon, lists_gluon, triton
+    from cptools.kernels.indexer_topk import blocks_gluon, gluon, triton
 
     out, lens = torch.zeros(3, 200, device="cuda"), ids([1, 150, 200])
     floats = integers(3, 5, 64, seed=1), integers(3, 5, seed=2), integers(200, 64, seed=3)
@@ -363,7 +417,7 @@ def test_custom_ops_pass_opcheck() -> None:
         test_utils=("test_faketensor", "test_autograd_registration"),
     )
     torch.library.opcheck(
-        lists_gluon.topk,
-        (*problem, None, lens, 200, 10, 1 << 20, True),
+        blocks_gluon.topk,
+        (*problem, None, lens, 200, 10, 1 << 20, "score"),
         test_utils=("test_faketensor", "test_autograd_registration"),
     )

@@ -61,62 +61,6 @@ new, workspace = torch.full_like(old, 99), torch.full((3, 6), float("nan"))
 carry_into(new, workspace, chosen, scores, old, 100)
 assert new.tolist() == [[9, 100, 7], [101, -1, -1], [2, -1, 4]]
 assert torch.equal(workspace[:, :3], scores) and workspace[:, 3:].isnan().all()
-
-# Lists of candidates: cut where long, all equal scores included, then the best of each.
-from cptools.kernels.indexer_topk.keep_triton import CAPACITY, LARGE, ROOMY, SLACK, best, decode, keep, start, take
-from cptools.kernels.topk_select import INVALID, encode_order, reference as exact
-k, sizes = 1000, [LARGE, 5000, ROOMY, 999, 0, 9000]
-scores = torch.randn(len(sizes), LARGE, generator=generator)
-scores[0], scores[5, ::3] = -1.5, float("nan")
-positions = torch.stack([torch.randperm(LARGE, generator=generator) for _ in sizes])
-keys, counts = encode_order(scores, positions), torch.tensor(sizes, dtype=torch.int32)
-held = keys.masked_fill(torch.arange(LARGE) >= counts.unsqueeze(1), INVALID)
-wanted = exact.merge_orders(held, k)
-thresholds = torch.full((len(sizes),), float("nan"))
-out = torch.full((len(sizes), k), 99)
-best(keys, counts, out)
-assert torch.equal(out.sort(1, descending=True).values, wanted)
-keep(keys, counts, thresholds, k, ROOMY)
-assert counts.tolist()[2:5] == sizes[2:5]
-for row in (0, 1, 5):
-    assert k <= counts[row] <= k + SLACK
-    cut = keys[row, : counts[row]].sort(descending=True).values
-    assert torch.equal(cut[:k], wanted[row])
-    assert torch.equal(cut, held[row].sort(descending=True).values[: len(cut)])
-    assert torch.equal(thresholds[row], decode(cut)[1][-1]) or thresholds[row].isnan()
-assert thresholds[2:5].isnan().all()
-kept = keys.masked_fill(torch.arange(LARGE) >= counts.unsqueeze(1), INVALID)
-assert torch.equal(exact.merge_orders(kept, k), wanted)
-lists, counts, thresholds = torch.zeros_like(keys), torch.zeros_like(counts), torch.zeros_like(thresholds)
-best_scores, best_positions = exact.decode_order(wanted)
-start(lists, counts, thresholds, best_positions.int(), best_scores)
-assert counts.tolist() == [min(size, k) for size in sizes]
-assert torch.equal(lists[:, :k].where(wanted != INVALID, INVALID), wanted)
-assert thresholds[3:5].isnan().all() and torch.equal(thresholds[:3], best_scores[:3, -1])
-
-# Chunks of scores offered to lists, against a selection from all of them at once.
-offered = torch.randn(len(sizes), 3000, generator=generator).round(decimals=1)
-offered[1, 5], offered[2, :1500] = float("nan"), -0.0
-ends = torch.tensor([20000 + size for size in (3000, 1700, 9999, 1, 0, 2999)])
-columns = torch.arange(3000)
-late = encode_order(offered, 20000 + columns).masked_fill(20000 + columns >= ends.unsqueeze(1), INVALID)
-early = counts.clone()
-for cut in (False, True):
-    counts.copy_(early)
-    both = torch.zeros(len(sizes), CAPACITY, dtype=torch.int64)
-    both[:, :k] = lists[:, :k]
-    for first in (0, 2000):
-        part = offered[:, first : first + 2000]
-        take(both, counts, thresholds.clone(), part, ends, 20000 + first)
-        if cut:
-            keep(both, counts, thresholds.clone(), k, k + SLACK)
-    out.fill_(99)
-    best(both, counts, out)
-    everything = torch.cat([wanted, late], 1)
-    assert torch.equal(out.sort(1, descending=True).values, exact.merge_orders(everything, k))
-found = decode(wanted)
-expected = exact.decode_order(wanted)
-assert torch.equal(found[0], expected[1]) and torch.equal(found[1].nan_to_num(7), expected[0].nan_to_num(7))
 """
 
 

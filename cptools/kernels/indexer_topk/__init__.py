@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...formats import FP8
 from .. import impl as implementations
+from ..topk_select import MAX_K
 from . import fp8_reference, reference
 from .chunks import by_position, topk_of_chunks
 from .keys import IndexKeys
@@ -33,8 +34,6 @@ _GLUON_HEADS = (32, 64)
 _GLUON_DIM = 128
 _GLUON_TILE = 64
 _TRITON_DIM = 256  # the widest query that a program holds at once
-_FEW_ROWS = 256
-_LIST_MAX_K = 2048
 
 
 def choose_indexer_scores(query: Tensor, keys: Tensor | IndexKeys, *, impl: str = "auto") -> implementations.Choice:
@@ -154,6 +153,7 @@ def indexer_scores_fp8(
             query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, columns=columns
         )
     out = torch.empty(query.shape[0], columns, dtype=torch.float32, device=query.device)
+    kv_lens, key_starts = kv_lens.contiguous(), None if key_starts is None else key_starts.contiguous()
     inside = out[:, : keys.capacity]  # the kernels look no further in a block table
     _score_fp8(chosen, inside, query.contiguous(), _weights(weights), keys, key_starts, kv_lens, 0)
     if fill:
@@ -191,23 +191,15 @@ def indexer_topk_fp8(
         return by_position(*best) if sorted_by == "position" else best
     query, weights = query.contiguous(), _weights(weights)
     lens = _within(keys.capacity, key_starts, kv_lens)
+    key_starts = None if key_starts is None else key_starts.contiguous()
     columns = keys.capacity if columns is None else min(columns, keys.capacity)
-    if _takes_lists(chosen, query, keys, k, columns, workspace_bytes):
-        from .lists_gluon import topk
+    if _takes_ring(chosen, query, keys, k, columns, workspace_bytes):
+        from .blocks_gluon import topk
 
         selected: tuple[Tensor, Tensor] = topk(
-            query,
-            weights,
-            keys.values,
-            keys.scales,
-            key_starts,
-            lens,
-            columns,
-            k,
-            workspace_bytes,
-            sorted_by == "score",
+            query, weights, keys.values, keys.scales, key_starts, lens, columns, k, workspace_bytes, sorted_by
         )
-        return by_position(*selected) if sorted_by == "position" else selected
+        return selected
     requests = 1 if keys.block_tables is None else keys.block_tables.shape[0]
     queries = 1 if keys.block_tables is None else query.shape[0] // max(requests, 1)
 
@@ -230,10 +222,14 @@ def indexer_topk_fp8(
     )
 
 
-def _takes_lists(chosen: str, query: Tensor, keys: IndexKeys, k: int, columns: int, workspace_bytes: int) -> bool:
-    """Whether lists of candidates are faster than whole rows: where so few of these fit that selecting is slow."""
-    few = workspace_bytes // (4 * max(columns, 1)) < min(query.shape[0], _FEW_ROWS)
-    return chosen == "gluon" and not keys.page_size and few and query.shape[0] >= _FEW_ROWS and k <= _LIST_MAX_K
+def _takes_ring(chosen: str, query: Tensor, keys: IndexKeys, k: int, columns: int, workspace_bytes: int) -> bool:
+    """Whether there are scores enough for several blocks, and room for two."""
+    if chosen != "gluon" or keys.page_size or k > MAX_K:
+        return False
+    from .blocks_gluon import ring_of
+
+    slots, block = ring_of(query.shape[0], columns, workspace_bytes)
+    return slots > 1 and block < query.shape[0]
 
 
 def _score_fp8(
@@ -257,7 +253,7 @@ def _score_fp8(
 def _within(capacity: int, starts: Tensor | None, lens: Tensor) -> Tensor:
     """Lengths that the kernels see, cut where the keys end; without starts, ``columns`` cut them."""
     if starts is None:
-        return lens
+        return lens.contiguous()
     return torch.minimum(lens, capacity - starts).masked_fill(starts < 0, 0)
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .layouts_gluon import scores_layout
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["queries"])  # the last block of rows takes the kernel of the others
 def contiguous_kernel(
     query,
     weights,

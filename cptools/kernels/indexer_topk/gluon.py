@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..compile_spec import CompileSpec
+from ..relaunch import Relaunched
 from .contiguous_gluon import contiguous_kernel
 from .paged_gluon import paged_kernel
 
@@ -28,6 +29,7 @@ _WIDTH = 128  # columns of one product
 _STAGES = 4
 _LAUNCH = {"num_warps": 4, "maxnreg": 128}  # four programs an SM
 _RESIDENT = 528  # four programs on each of 132 SMs
+_OVERLAP_FROM = _RESIDENT
 _CONTIGUOUS_TILES = 64
 _PAGED_TILES = 8  # memory rules, and many short programs keep it busy to the end
 
@@ -67,13 +69,19 @@ def scores_into(
     if not rows or not columns:
         return
     if tables is None:
-        score_contiguous(out, query, weights, keys, scales, starts, lens, first)
+        score = ContiguousScores(
+            keys, scales, heads=heads, rows=rows, columns=columns, starts=starts is not None, first=first
+        )
+        score(torch.cuda.current_stream(out.device), out, query, weights, starts, lens)
         return
     queries = rows // tables.shape[0]
     together = queries_a_program(queries, heads)
     groups = tables.shape[0] * triton.cdiv(queries, together)
     tiles = tiles_a_program(groups, columns, _PAGED_TILES)
-    paged_kernel[(groups, triton.cdiv(columns, tiles * TILE))](
+    programs = groups, triton.cdiv(columns, tiles * TILE)
+    # One even wave of programs is better placed all at once.
+    overlap = programs[0] * programs[1] > _OVERLAP_FROM
+    paged_kernel[programs](
         query,
         weights,
         keys,
@@ -95,6 +103,8 @@ def scores_into(
         DEPTH=depth,
         PAGE=page_size,
         STAGES=_STAGES,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         **_LAUNCH,
     )
 
@@ -115,43 +125,48 @@ def _(
     return None
 
 
-def score_contiguous(
-    out: Tensor,
-    query: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    scales: Tensor,
-    starts: Tensor | None,
-    lens: Tensor,
-    first: int,
-) -> None:
-    """`scores_into` without tables, for those who launch many of it."""
-    rows, heads, depth = query.shape
-    columns = out.shape[1]
-    together = _WIDTH // heads  # whatever the rows: a score's bits depend on its query and its key alone
-    groups = triton.cdiv(rows, together)
-    tiles = tiles_a_program(groups, columns, _CONTIGUOUS_TILES)
-    contiguous_kernel[(groups, triton.cdiv(columns, tiles * TILE))](
-        query,
-        weights,
-        TensorDescriptor.from_tensor(keys, [TILE, DEPTH], gl.NVMMASharedLayout(128, 8, 2)),
-        scales,
-        lens if starts is None else starts,  # stands in, is not read
-        lens,
-        out,
-        rows,
-        keys.shape[0],
-        first,
-        columns,
-        tiles,
-        out.stride(0),
-        QUERIES=together,
-        HEADS=heads,
-        DEPTH=depth,
-        HAS_STARTS=starts is not None,
-        STAGES=_STAGES,
-        **_LAUNCH,
-    )
+class ContiguousScores:
+    """Scores of one block of rows after another against keys without tables, from position ``first`` on.
+
+    rows: of most blocks. Arguments otherwise as in `scores_into`.
+    """
+
+    def __init__(
+        self, keys: Tensor, scales: Tensor, *, heads: int, rows: int, columns: int, starts: bool, first: int = 0
+    ) -> None:
+        # Whatever the rows: a score's bits depend on its query and its key alone.
+        self._together = _WIDTH // heads
+        self._tiles = tiles_a_program(triton.cdiv(rows, self._together), columns, _CONTIGUOUS_TILES)
+        self._keys = TensorDescriptor.from_tensor(keys, [TILE, DEPTH], gl.NVMMASharedLayout(128, 8, 2))
+        self._scales = scales
+        self._numbers = keys.shape[0], first, columns, self._tiles
+        self._programs = triton.cdiv(columns, self._tiles * TILE)
+        constants = {
+            "QUERIES": self._together,
+            "HEADS": heads,
+            "DEPTH": DEPTH,
+            "HAS_STARTS": starts,
+            "STAGES": _STAGES,
+        }
+        self._launch = Relaunched(contiguous_kernel, constants, **_LAUNCH)
+
+    def __call__(
+        self,
+        stream: torch.cuda.Stream,
+        out: Tensor,
+        query: Tensor,
+        weights: Tensor,
+        starts: Tensor | None,
+        lens: Tensor,
+    ) -> None:
+        """Into out [T, columns], on a stream of the current device."""
+        rows = out.shape[0]
+        some = lens if starts is None else starts  # stands in, is not read
+        grid = triton.cdiv(rows, self._together), self._programs, 1
+        self._launch(
+            stream, grid,
+            query, weights, self._keys, self._scales, some, lens, out, rows, *self._numbers, out.stride(0),
+        )  # fmt: skip
 
 
 def _contiguous_spec(heads: int, queries: int, *, starts: bool = False) -> CompileSpec:
@@ -184,7 +199,7 @@ def _contiguous_spec(heads: int, queries: int, *, starts: bool = False) -> Compi
 
 
 def _paged_spec(heads: int, queries: int, page: int) -> CompileSpec:
-    constexprs = {"QUERIES": queries, "HEADS": heads, "DEPTH": DEPTH, "PAGE": page, "STAGES": _STAGES}
+    constexprs = {"QUERIES": queries, "HEADS": heads, "DEPTH": DEPTH, "PAGE": page, "STAGES": _STAGES, "OVERLAP": True}
     return CompileSpec(
         name=f"indexer_scores_{heads}_heads_{queries}_queries_pages_of_{page}",
         fn=paged_kernel,

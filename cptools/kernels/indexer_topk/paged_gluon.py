@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .layouts_gluon import scores_layout
 
@@ -78,7 +79,11 @@ def paged_kernel(
     DEPTH: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     TILE: gl.constexpr = 64
     WIDTH: gl.constexpr = QUERIES * HEADS
     NEAR: gl.constexpr = 8 // QUERIES  # heads next to each other: four lanes hold 8 columns of a row

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
-from . import keep_triton
 
 _BLOCK = 128
 _CARRY_BLOCK = 1024
@@ -297,7 +296,6 @@ def _spec(
 
 def compile_specs() -> list[CompileSpec]:
     return [
-        *keep_triton.compile_specs(),
         _spec("fp8", "fp8e4nv", block=_BLOCK, heads=32, depth=128),
         _spec("fp8_paged", "fp8e4nv", block=_BLOCK, heads=32, depth=128, page=64, starts=False),
         _spec("fp8_paged_16", "fp8e4nv", block=_BLOCK, heads=64, depth=128, page=16, starts=False),

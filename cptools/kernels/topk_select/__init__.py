@@ -13,6 +13,7 @@ from .reference import INVALID, decode_order, encode_order
 
 __all__ = [
     "INVALID",
+    "MAX_K",
     "choose_merge_orders",
     "choose_topk_select",
     "decode_order",

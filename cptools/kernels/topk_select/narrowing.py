@@ -15,6 +15,8 @@ CAPACITY = 8192
 MAX_K = 2048
 
 _SAMPLE = tl.constexpr(4096)
+_LENGTH_A_SAMPLE = tl.constexpr(2**18)
+_MAX_SAMPLES = tl.constexpr(8)
 _LAST_BIN = tl.constexpr(BINS - 1)
 _TILE = tl.constexpr(4096)
 _MAX_K = tl.constexpr(MAX_K)
@@ -23,29 +25,39 @@ _LAST = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
+def _sampled(row, length, first, sample):
+    """Ordered scores of pairs of neighbours from pair `first` of a sample on: they read fewer sectors than scores
+    apart. Jitter, so that no period can hide."""
+    pairs = first + tl.arange(0, _SAMPLE // 2)
+    stride = length // sample
+    hashes = (pairs * -1640531527).to(tl.uint32)
+    places = pairs * stride + (pairs * (length % sample)) // sample
+    places += tl.umulhi(hashes, stride.to(tl.uint32)).to(tl.int32)
+    places = places[:, None] * 2 + tl.arange(0, 2)[None, :]
+    return (encode(tl.load(row + places), places) >> 32).to(tl.int32)
+
+
+@triton.jit
 def sampled_order(shared, row, length, k, margin):
     """An ordered score that a little more than `margin` times k of the first `length` scores should reach.
 
-    The least int where all will be needed. Pairs of neighbours read fewer sectors; jitter, so that no period can hide.
+    The least int where all will be needed. A long row needs a larger sample for so few of its scores.
     """
-    pairs = tl.arange(0, _SAMPLE // 2)
-    stride = length // _SAMPLE
-    hashes = (pairs * -1640531527).to(tl.uint32)
-    places = (
-        pairs * stride + (pairs * (length % _SAMPLE)) // _SAMPLE + tl.umulhi(hashes, stride.to(tl.uint32)).to(tl.int32)
-    )
-    places = places[:, None] * 2 + tl.arange(0, 2)[None, :]
-    expected = margin * k * (_SAMPLE * 1.0 / length)
+    sample = tl.minimum(tl.maximum(length // _LENGTH_A_SAMPLE, 1), _MAX_SAMPLES) * _SAMPLE
+    expected = margin * k * (sample * 1.0 / length)
     wanted = (expected + 4.0 * tl.sqrt(expected) + 8.0).to(tl.int32)
     low = tl.full((), -(2**31), tl.int32)
-    if wanted < _SAMPLE:
-        ordered = (encode(tl.load(row + places), places) >> 32).to(tl.int32)
-        count_where(shared, (ordered >> 21) + 1024, places >= 0)
+    if wanted < sample:
+        for first in tl.range(0, sample // 2, _SAMPLE // 2):
+            ordered = _sampled(row, length, first, sample)
+            count_where(shared, (ordered >> 21) + 1024, ordered == ordered)
         found, above, inside = find_bin(shared, wanted)
         low = (found - 1024) << 21
         if above + inside > wanted + wanted // 8:
-            rest = ordered - low
-            count_where(shared, rest >> 10, (rest >= 0) & (rest < (1 << 21)) & (ordered >= low))
+            for first in tl.range(0, sample // 2, _SAMPLE // 2):
+                ordered = _sampled(row, length, first, sample)
+                rest = ordered - low
+                count_where(shared, rest >> 10, (rest >= 0) & (rest < (1 << 21)) & (ordered >= low))
             found, _above, _inside = find_bin(shared, wanted - above)
             low += found << 10
     return low

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
+from ..relaunch import Relaunched
 from .narrowing import CAPACITY, MAX_K, cut, narrow, sampled_order
 from .order_keys import score_of
 from .ranking import ranked
@@ -254,6 +255,65 @@ def parts_of(chunks: int) -> int:
     return 1 if chunks == 1 else next(parts for parts in JOIN_SIZES if chunks <= parts)
 
 
+class RowSelection:
+    """`topk_select` of up to so many rows at a time, on a stream of the current device and into results given.
+
+    What it needs beside them it keeps, so that its launches must follow one another. registers: of a thread; by default
+    many if programs are few.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        k: int,
+        sorted_by: str,
+        device: torch.device,
+        *,
+        lengths: bool,
+        registers: int | None = None,
+    ) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._k, self._columns = k, columns
+        self._chunk = triton.cdiv(triton.cdiv(columns, chunks_of(rows, columns, processors)), TILE) * TILE
+        self._chunks = triton.cdiv(columns, self._chunk)
+        self._programs = min(rows, PROGRAMS_PER_SM * processors)
+        self._buffers = torch.empty(self._programs * CAPACITY, dtype=torch.int64, device=device)
+        self._segments, self._counts, self._segment_stride = self._buffers, self._buffers, 0
+        if self._chunks > 1:
+            self._segment_stride = min(self._chunk, CAPACITY)
+            kept = rows * self._chunks * self._segment_stride
+            self._segments = torch.empty(kept, dtype=torch.int64, device=device)
+            self._counts = torch.empty(rows * (self._chunks + 1), dtype=torch.int32, device=device)
+        self._split = Relaunched(
+            _split_rows, {"HAS_LENGTHS": lengths}, num_warps=WARPS, num_stages=1, maxnreg=REGISTERS
+        )
+        constants = {
+            "HAS_LENGTHS": lengths,
+            "KEYS": False,
+            "PARTS": parts_of(self._chunks),
+            "SORTED": SORTED_BY.index(sorted_by),
+        }
+        maxnreg = registers or registers_of(self._programs, processors)
+        self._select = Relaunched(_select_rows, constants, num_warps=WARPS, num_stages=1, maxnreg=maxnreg)
+
+    def __call__(
+        self, stream: torch.cuda.Stream, positions: Tensor, chosen: Tensor, scores: Tensor, lengths: Tensor | None
+    ) -> None:
+        """scores [T, columns] -> contiguous positions and chosen [T, k]."""
+        rows, row_stride, kept = scores.shape[0], scores.stride(0), (self._segments, self._counts)
+        if self._chunks > 1:
+            self._split(
+                stream, (self._chunks, rows, 1),
+                scores, lengths, *kept, self._columns, row_stride, self._k, self._chunk, self._segment_stride,
+            )  # fmt: skip
+        self._select(
+            stream, (min(rows, self._programs), 1, 1),
+            scores, lengths, *kept, self._buffers, positions, chosen,
+            rows, self._columns, row_stride, self._k, self._chunks, self._segment_stride,
+        )  # fmt: skip
+
+
 @torch.library.custom_op("cptools::topk_select", mutates_args=())
 def topk_select(
     scores: Tensor, k: int, lengths: Tensor | None, sorted_by: str, positions_dtype: torch.dtype
@@ -264,28 +324,9 @@ def topk_select(
     chosen = torch.empty(rows, k, dtype=torch.float32, device=scores.device)
     if 0 in scores.shape:
         return positions.fill_(-1), chosen.fill_(-torch.inf)
-    processors = torch.cuda.get_device_properties(scores.device).multi_processor_count
-    chunks = chunks_of(rows, columns, processors)
-    programs = min(rows, PROGRAMS_PER_SM * processors)
-    workspace = torch.empty(programs * CAPACITY, dtype=torch.int64, device=scores.device)
-    segments, counts, segment_stride = workspace, workspace, 0
     with torch.cuda.device(scores.device):
-        if chunks > 1:
-            chunk = triton.cdiv(triton.cdiv(columns, chunks), TILE) * TILE
-            chunks = triton.cdiv(columns, chunk)
-            segment_stride = min(chunk, CAPACITY)
-            segments = torch.empty(rows * chunks * segment_stride, dtype=torch.int64, device=scores.device)
-            counts = torch.empty(rows * (chunks + 1), dtype=torch.int32, device=scores.device)
-            _split_rows[(chunks, rows)](
-                scores, lengths, segments, counts, columns, scores.stride(0), k, chunk, segment_stride,
-                HAS_LENGTHS=lengths is not None, num_warps=WARPS, num_stages=1, maxnreg=REGISTERS,
-            )  # fmt: skip
-        _select_rows[(programs,)](
-            scores, lengths, segments, counts, workspace, positions, chosen,
-            rows, columns, scores.stride(0), k, chunks, segment_stride,
-            HAS_LENGTHS=lengths is not None, KEYS=False, PARTS=parts_of(chunks), SORTED=SORTED_BY.index(sorted_by),
-            num_warps=WARPS, num_stages=1, maxnreg=registers_of(programs, processors),
-        )  # fmt: skip
+        select = RowSelection(rows, columns, k, sorted_by, scores.device, lengths=lengths is not None)
+        select(torch.cuda.current_stream(), positions, chosen, scores, lengths)
     return positions, chosen
 
 
