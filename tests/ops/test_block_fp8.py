@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cptools.kernels.block_fp8 import BlockFP8, QuantisedRows, block_fp8_linear, quantise_rows
-from cptools.kernels.rowwise import linear
+from cptools.kernels.rowwise import linear, rms_norm
+from cptools.kernels.rowwise.norm_fp8 import rms_norm_quantise
 
 NAN = math.nan
 STEP = 2.0**-4  # half a step of e4m3, relative to a normal value
@@ -111,3 +112,12 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
 def test_rows_and_matrix_must_fit() -> None:
     with pytest.raises(ValueError, match=r"rows \[2, 5\] do not fit a weight \[3, 6\]"):
         block_fp8_linear(torch.zeros(2, 5), BlockFP8.quantise(torch.zeros(3, 6)))
+
+
+def test_norm_goes_on_in_both_forms() -> None:
+    x, weight = normal(5, 200), normal(200, seed=1)
+    normed, quantised = rms_norm_quantise(x, weight, 1e-5)
+    assert torch.equal(normed, rms_norm(x, weight, 1e-5))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(quantised, quantise_rows(normed), strict=True))
+    with pytest.raises(ValueError, match=r"x \[5, 200\] and weight \[5\]"):
+        rms_norm_quantise(x, torch.zeros(5), 1e-5)

@@ -28,11 +28,11 @@ class QuantisedRows(NamedTuple):
 
 
 def quantise_rows(x: Tensor) -> QuantisedRows:
-    """x [T, D] of any float dtype; scale = amax / 448, value = x * (1 / scale) rounded to e4m3, all in fp32."""
+    """x [T, D] of any float dtype; scale = amax * (1 / 448), value = x * (1 / scale) rounded to e4m3, all in fp32."""
     rows, columns = x.shape
     blocks = -(-columns // BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
-    scales = padded.abs().amax(2).clamp(min=MIN_AMAX) / FP8_MAX
+    scales = padded.abs().amax(2).clamp(min=MIN_AMAX) * (1 / FP8_MAX)
     values = (padded * (1.0 / scales).unsqueeze(2)).to(torch.float8_e4m3fn)
     return QuantisedRows(values.flatten(1)[:, :columns].contiguous(), scales.t().contiguous().t())
 
