@@ -8,84 +8,65 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra.cuda import gdc_wait
 
 from ..compile_spec import CompileSpec
-from .decode_producer import ROPE_0, produce
-from .decode_seesaw import QUERY, attend_even, attend_odd
+from .decode_producer import produce, ring_slot
+from .decode_relay import attend_even, attend_odd
 from .decode_triton import LATENT, merge, on_device
+from .gluon_relay_parts import BLOCK, HALF, HEADS, ROPE, barrier, shared, tile
 
 PAIR = 128
 """Columns that the two warpgroups take at a time."""
 HEAD_TILE = 64
 
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+INTEGERS = ("tokens", "heads", "head_tiles", "columns", "columns_per_part", "parts", "num_slots", "jobs")
 
 
-@gluon.jit(do_not_specialize=("heads", "columns", "columns_per_part", "num_slots"))
-def attend_pairs(
-    query, words, halves, slots, counts, out, lse, heads, columns, columns_per_part, num_slots, scale,
+# Sizes that change from call to call are not worth a compilation each.
+@gluon.jit(do_not_specialize=INTEGERS)
+def attend_jobs(
+    query, words, halves, slots, counts, out, lse,
+    tokens, heads, head_tiles, columns, columns_per_part, parts, num_slots, jobs, scale,
     HAS_COUNTS: gl.constexpr, WHOLE: gl.constexpr,
     ODD_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [parts, T, H, 512] of columns [part * columns_per_part, ...) of each query, and with WHOLE (one part)
-    lse [T, H], else [2, parts, T, H]: largest score and sum of exp(scaled scores - it)."""
-    token = gl.program_id(0).to(gl.int64)
-    first_head = gl.program_id(1) * 64
-    part = gl.program_id(2)
-    start = part * columns_per_part
-    stop = gl.minimum(start + columns_per_part, columns)
-    if HAS_COUNTS:
-        stop = gl.minimum(stop, gl.load(counts + token).to(gl.int32))
-    num_pairs = (gl.maximum(stop - start, 0) + 127) // 128
-
-    q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 256], TILE)
-    q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
-    k = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 256], TILE)
-    k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], TILE)
-    weights1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], TILE)
-    used = gl.allocate_shared_memory(gl.int32, [2, 64], VECTOR)
-    tops = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
-    sums = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
-    full = gl.allocate_shared_memory(gl.int64, [10, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    step = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(10):
-        # An arrival of a cp.async is one a thread.
-        mbarrier.init(full.index(j), count=128 if j >= ROPE_0 else 1)
-    for j in gl.static_range(4):
-        mbarrier.init(free.index(j), count=1)
-    for j in gl.static_range(6):
-        mbarrier.init(step.index(j), count=1)
-    mbarrier.init(step.index(QUERY), count=256)
+    lse [T, H], else [2, parts, T, H]: largest score and sum of exp(scaled scores - it). A job is a (query, 64 heads,
+    part); a program takes every num_programs-th."""
+    quarters = (tile(BLOCK, HALF), tile(BLOCK, HALF), tile(BLOCK, HALF), tile(BLOCK, HALF))
+    ropes = (tile(BLOCK, ROPE), tile(BLOCK, ROPE))
+    tiles = quarters + ropes + (tile(HEADS, HALF), tile(HEADS, HALF))
+    ring = (ring_slot(), ring_slot(), ring_slot(), ring_slot())
+    used = (shared(gl.int32, BLOCK), shared(gl.int32, BLOCK))
+    tops = (shared(gl.float32, HEADS), shared(gl.float32, HEADS))
+    totals = (shared(gl.float32, HEADS), shared(gl.float32, HEADS))
+    # An arrival of a cp.async is one a thread.
+    full = (barrier(1), barrier(1), barrier(1), barrier(1), barrier(1), barrier(1), barrier(1), barrier(1))
+    rope_full = (barrier(128), barrier(128))
+    free = (barrier(1), barrier(1), barrier(1), barrier(1))
+    exchange = (barrier(1), barrier(1), barrier(1), barrier(1))
+    bars = full + rope_full + free + exchange + (barrier(256),)
     fence_async_shared()
+    # Launches are placed while the one before them ends; nothing in global memory is touched above.
+    gdc_wait()
 
-    state = token * heads + first_head
-    query += state * 576
-    heads_left = heads - first_head
-    totals_at = gl.num_programs(0).to(gl.int64) * heads
-    state += part * totals_at
-    totals_at *= gl.num_programs(2)
-    out += state * 512
-    lse += state
-    slots += token * columns
+    sizes = (heads, head_tiles, columns, columns_per_part, parts, counts if HAS_COUNTS else None)
+    result = (out, lse, tokens.to(gl.int64))
     gl.warp_specialize(
         [
-            (attend_even, (query, out, lse, totals_at, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1,
-                           used, tops, sums, full, free, step, WHOLE)),
-            (attend_odd, (query, out, heads_left, scale, num_pairs, q, q_rope, k, k_rope, weights1, used, tops,
-                          sums, full, free, step)),
-            (produce, (words, halves, slots, start, stop, num_slots, num_pairs, k, k_rope, used, full, free)),
+            (attend_even, (query, result, scale, sizes, jobs, tiles, used, tops, totals, bars, WHOLE)),
+            (attend_odd, (query, result, scale, sizes, jobs, tiles, used, tops, totals, bars)),
+            (produce, (words, halves, slots, num_slots, sizes, jobs, tiles, used, bars, ring)),
         ],
         worker_num_warps=[4, 4],
         worker_num_regs=[ODD_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
-REGISTERS = {"ODD_REGISTERS": 200, "PRODUCER_REGISTERS": 104}
-"""Of 504, the even warpgroup gets the remaining 200. A producer that spills costs a third of the speed: a spilled
-load is waited for at once."""
+REGISTERS = {"ODD_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
+"""Of 504, the even warpgroup gets the remaining 208."""
 
 
 @torch.library.custom_op("cptools::sparse_mla_decode_gluon", mutates_args=())
@@ -108,9 +89,11 @@ def sparse_mla_decode_gluon(
         part_out = query.new_empty(parts, tokens, heads, LATENT, dtype=out_dtype)
         part_sums = query.new_empty(2, parts, tokens, heads, dtype=torch.float32)
     flat = pool.view(-1)
-    columns = slots.shape[1]
+    columns, head_tiles = slots.shape[1], triton.cdiv(heads, HEAD_TILE)
+    jobs = tokens * head_tiles * parts
+    programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     with on_device(query.device):
-        attend_pairs[(tokens, triton.cdiv(heads, HEAD_TILE), parts)](
+        attend_jobs[(min(jobs, programs),)](
             query,
             flat.view(torch.int32),
             flat.view(torch.bfloat16),
@@ -118,18 +101,23 @@ def sparse_mla_decode_gluon(
             slots if counts is None else counts,
             part_out,
             part_sums,
+            tokens,
             heads,
+            head_tiles,
             columns,
             triton.cdiv(triton.cdiv(columns, parts), PAIR) * PAIR,
+            parts,
             pool.shape[0],
+            jobs,
             scale,
             HAS_COUNTS=counts is not None,
             WHOLE=parts == 1,
             **REGISTERS,
             num_warps=4,
+            launch_pdl=True,
         )
         if parts > 1:
-            merge(part_out, part_sums, out, lse, scale)
+            merge(part_out, part_sums, out, lse, scale, overlap=True)
     return out, lse
 
 
@@ -154,27 +142,19 @@ def compile_specs() -> list[CompileSpec]:
     """The one tile, for both dtypes of the output."""
     return [
         CompileSpec(
-            name=f"sparse_mla_decode_seesaw_{out}_out",
-            fn=attend_pairs,
+            name=f"sparse_mla_decode_relay_{out}_out",
+            fn=attend_jobs,
             signature={
-                "query": "*bf16",
-                "words": "*i32",
-                "halves": "*bf16",
-                "slots": "*i32",
-                "counts": "*i32",
-                "out": f"*{out}",
-                "lse": "*fp32",
-                "heads": "i32",
-                "columns": "i32",
-                "columns_per_part": "i32",
-                "num_slots": "i32",
+                **{"query": "*bf16", "words": "*i32", "halves": "*bf16", "slots": "*i32", "counts": "*i32"},
+                **{"out": f"*{out}", "lse": "*fp32"},
+                **dict.fromkeys(INTEGERS, "i32"),
                 "scale": "fp32",
                 **dict.fromkeys(("HAS_COUNTS", "WHOLE", *REGISTERS), "constexpr"),
             },
             constexprs={"HAS_COUNTS": True, "WHOLE": False, **REGISTERS},
             gluon=True,
-            # What the even warpgroup needs after its loop (addresses, sizes) waits on the stack; the producer has none.
-            max_spill_bytes=128,
+            # What the consumers need once a job (addresses, sizes) waits on the stack; the producer has none.
+            max_spill_bytes=64,
             divisible_by_16=("query", "words", "halves", "slots", "out", "lse"),
         )
         for out in ("bf16", "fp32")

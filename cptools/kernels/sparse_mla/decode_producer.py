@@ -1,7 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""The producer of the seesaw decode kernel: FP8 rows out of the pool, dequantised into shared tiles.
+"""The producer of the decode kernel: FP8 rows out of the pool, dequantised into the tiles of the consumers.
 
-It loads half a block (64 rows x 256 columns) ahead in registers; the rotary part goes by cp.async.
+It takes quarters, 64 rows x 128 columns. Bytes come by cp.async into a ring of two, each to the thread that copied it:
+two quarters are on their way at any time, and each is waited for by itself, where all loads into registers of a warp
+would count on one scoreboard. Behind a job's last pair come the rows of the program's next job.
 """
 
 from __future__ import annotations
@@ -11,27 +13,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .decode_relay import EVEN_ROPE_FULL, FREE, ODD_ROPE_FULL, job
+from .gluon_relay_parts import BLOCK, EVEN_ROPE, ODD_ROPE, ROPE
+
+PIECE_WORDS = gl.constexpr(16)
+ROW_WORDS = gl.constexpr(164)
 TILE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+PIECE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 # Four lanes a row: no bank conflicts between the rows of a store, and two rows a thread to address.
 BYTES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 BYTES_OUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 HALVES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-ROWS = gl.constexpr(gl.SliceLayout(1, BYTES))
+ROWS = gl.constexpr(gl.SliceLayout(1, BYTES.value))
 
-# Half tiles in the order in which they are filled and come free: left half of block 0, right of 1, right of 0, left of
-# 1. A half has its place in `k`, its barrier in `free` and two (quarters) in `full`; then come the rotary parts.
-LEFT_0 = gl.constexpr(0)
-RIGHT_1 = gl.constexpr(1)
-RIGHT_0 = gl.constexpr(2)
-LEFT_1 = gl.constexpr(3)
-ROPE_0 = gl.constexpr(8)
-ROPE_1 = gl.constexpr(9)
+
+@gluon.jit
+def ring_slot():
+    return gl.allocate_shared_memory(gl.int32, [BLOCK, PIECE_WORDS], PIECE)
 
 
 @gluon.jit
 def load_slots(slots, first, stop):
     """Slots of the 64 columns from ``first``, -1 from ``stop`` on."""
-    column = first + gl.arange(0, 64, ROWS)
+    column = first + gl.arange(0, BLOCK, ROWS)
     return gl.load(slots + column, mask=column < stop, other=-1)
 
 
@@ -42,52 +46,28 @@ def rows_of(slot, num_slots):
 
 
 @gluon.jit
-def load_rows(slots, first, stop, num_slots):
-    return rows_of(load_slots(slots, first, stop), num_slots)
+def copy_piece(to, words, rows, first: gl.constexpr):
+    """One cp.async group: the 16 words from ``first`` of 64 rows, zeros where a row is not to be read."""
+    at = words + gl.where(rows >= 0, rows, 0).to(gl.int64) * ROW_WORDS
+    lane = first + gl.arange(0, PIECE_WORDS, gl.SliceLayout(0, BYTES))
+    async_copy.async_copy_global_to_shared(to, at[:, None] + lane[None, :], mask=(rows >= 0)[:, None])
+    async_copy.commit_group()
 
 
 @gluon.jit
-def load_hinted(words, row, valid):
-    """16 bytes a lane with hints that gl.load has no words for: fetch 256 bytes to L2, keep in L1."""
-    place: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, place)) * 4, 0)
-    row = gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, place), assert_trivial=True), 1)
-    valid = gl.expand_dims(gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(1, place), assert_trivial=True), 1)
-    w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.b32 p, $5, 0;
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        mov.b32 $2, 0;
-        mov.b32 $3, 0;
-        @p ld.global.nc.L1::evict_last.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];
-        }""",
-        "=&r,=&r,=&r,=&r,l,r",
-        [words + (row + lane), valid],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-    raw = gl.reshape(gl.join(gl.join(w0, w2), gl.join(w1, w3)), [64, 16])
-    return gl.convert_layout(raw, BYTES, assert_trivial=True)
+def copy_rope(tile, halves, rows, full):
+    row = gl.convert_layout(rows, gl.SliceLayout(1, HALVES), assert_trivial=True)
+    at = halves + gl.where(row >= 0, row, 0).to(gl.int64) * (2 * ROW_WORDS) + 264
+    column = gl.arange(0, ROPE, gl.SliceLayout(0, HALVES))
+    async_copy.async_copy_global_to_shared(tile, at[:, None] + column[None, :], mask=(row >= 0)[:, None])
+    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
-def load_half(words, rows, half: gl.constexpr):
-    """Half ``half`` of a block, four pieces of 64 rows x 64 columns, four bytes an int32 (bytes would take a register
-    each), and the scales of its two quarters.
-    """
-    first: gl.constexpr = (half + 1) // 2 % 2 * 64
-    valid = rows >= 0
-    row = gl.where(valid, rows, 0).to(gl.int64) * 164
-    r0 = load_hinted(words + first, row, valid)
-    r1 = load_hinted(words + (first + 16), row, valid)
-    r2 = load_hinted(words + (first + 32), row, valid)
-    r3 = load_hinted(words + (first + 48), row, valid)
-    s0 = gl.load(words + row + (128 + first // 32), mask=valid, other=0)
-    s1 = gl.load(words + row + (129 + first // 32), mask=valid, other=0)
-    return (r0, r1, r2, r3), (s0, s1)
+def load_scales(words, rows, first: gl.constexpr):
+    """Of the two quarters of a half."""
+    at = words + gl.where(rows >= 0, rows, 0).to(gl.int64) * ROW_WORDS + (128 + first)
+    return gl.load(at, mask=rows >= 0, other=0), gl.load(at + 1, mask=rows >= 0, other=0)
 
 
 @gluon.jit
@@ -120,63 +100,80 @@ def dequantise(raw, scale):
         is_pure=True,
         pack=1,
     )
-    return gl.convert_layout(gl.reshape(gl.join(low, high), [64, 32]), BYTES_OUT)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [BLOCK, 2 * PIECE_WORDS]), BYTES_OUT)
 
 
 @gluon.jit
-def put_rope(tile, halves, rows, full):
-    row = gl.convert_layout(rows, gl.SliceLayout(1, HALVES), assert_trivial=True)
-    valid = gl.expand_dims(row >= 0, 1)
-    at = gl.expand_dims(gl.where(row >= 0, row, 0).to(gl.int64) * 328 + 264, 1)
-    at += gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, HALVES)), 0)
-    async_copy.async_copy_global_to_shared(tile, halves + at, mask=valid)
-    async_copy.mbarrier_arrive(full, increment_count=False)
-
-
-@gluon.jit
-def produce(
-    words, halves, slots, start, stop, num_slots, num_pairs, k, k_rope, used, full, free
-):  # fmt: skip
-    """Fill the halves of the tiles, loading a half ahead."""
-    tiles = k._reinterpret(gl.int32, [4, 64, 128], TILE_WORDS)
-    rows0 = load_rows(slots, start, stop, num_slots)
-    rows1 = load_rows(slots, start + 64, stop, num_slots)
-    raws, scales = load_half(words, rows0, 0)
-    for i in range(num_pairs):
-        slot0 = rows0
-        slot1 = rows1
-        for half in gl.static_range(4):
-            for piece in gl.static_range(4):
-                pairs = dequantise(raws[piece], scales[piece // 2])
-                if piece == 0:
-                    if half == 3:
-                        rows1 = rows_of(slot1, num_slots)
-                        new_rows0 = rows_of(slot0, num_slots)
-                    mbarrier.wait(free.index(half), (i & 1) ^ 1)
-                    if half == 0:
-                        used.index(0).store((rows0 >= 0).to(gl.int32))
-                    if half == 1:
-                        used.index(1).store((rows1 >= 0).to(gl.int32))
-                        put_rope(k_rope.index(1), halves, rows1, full.index(ROPE_1))
-                    if half == 2:
-                        put_rope(k_rope.index(0), halves, rows0, full.index(ROPE_0))
-                tiles.index(half).slice(32 * piece, 32, 1).store(pairs)
-                if piece == 0:
-                    # The next loads, only now that the last ones were used: all loads of a warp count on one
-                    # scoreboard, so those issued before would be waited for with the last ones.
-                    gl.thread_barrier()
-                    if half == 0:
-                        new_raws, new_scales = load_half(words, rows1, 1)
-                    if half == 1:
-                        new_raws, new_scales = load_half(words, rows0, 2)
-                    if half == 2:
-                        slot0 = load_slots(slots, start + (i + 1) * 128, stop)
-                        slot1 = load_slots(slots, start + (i + 1) * 128 + 64, stop)
-                        new_raws, new_scales = load_half(words, rows1, 3)
-                    if half == 3:
-                        new_raws, new_scales = load_half(words, new_rows0, 0)
-                if piece % 2 == 1:
-                    mbarrier.arrive(full.index(2 * half + piece // 2), count=1)
-            raws = new_raws
-            scales = new_scales
-        rows0 = new_rows0
+def produce(words, halves, all_slots, num_slots, sizes, jobs, tiles, used, bars, ring):
+    """Fill the half tiles in the order in which they come free: even block left, right, odd block right, left."""
+    columns = sizes[2]
+    token, _f, _p, start, stop, pairs = job(sizes, gl.program_id(0))
+    slots = all_slots + token * columns
+    rows0 = rows_of(load_slots(slots, start, stop), num_slots)
+    rows1 = rows_of(load_slots(slots, start + BLOCK, stop), num_slots)
+    for piece in gl.static_range(4):
+        copy_piece(ring[piece], words, rows0, 16 * piece)
+    scales = load_scales(words, rows0, 0)
+    turn = 0
+    for number in range(gl.program_id(0), jobs, gl.num_programs(0)):
+        following = number + gl.num_programs(0)
+        token, _f, _p, next_start, next_stop, next_pairs = job(sizes, gl.minimum(following, jobs - 1))
+        next_stop = gl.where(following < jobs, next_stop, 0)
+        next_slots = all_slots + token * columns
+        for pair in range(pairs):
+            slot0 = rows0
+            slot1 = rows1
+            new_rows0 = rows0
+            new_rows1 = rows1
+            for half in gl.static_range(4):
+                tile = tiles[half]._reinterpret(gl.int32, [1, BLOCK, 128], TILE_WORDS).index(0)
+                # The bytes of the next half follow those of this one into the ring.
+                if half == 0:
+                    rows = rows0
+                elif half < 3:
+                    rows = rows1
+                else:
+                    new_rows0 = rows_of(slot0, num_slots)
+                    new_rows1 = rows_of(slot1, num_slots)
+                    rows = new_rows0
+                for quarter in gl.static_range(2):
+                    async_copy.wait_group(2)
+                    left_raw = ring[2 * quarter].load(BYTES)
+                    right_raw = ring[2 * quarter + 1].load(BYTES)
+                    copy_piece(ring[2 * quarter], words, rows, (half < 2) * 64 + 32 * quarter)
+                    copy_piece(ring[2 * quarter + 1], words, rows, (half < 2) * 64 + 32 * quarter + 16)
+                    left = dequantise(left_raw, scales[quarter])
+                    if quarter == 0:
+                        mbarrier.wait(bars[FREE + half], (turn & 1) ^ 1)
+                        if half == 0:
+                            used[0].store((rows0 >= 0).to(gl.int32))
+                        if half == 1:
+                            copy_rope(tiles[EVEN_ROPE].index(0), halves, rows0, bars[EVEN_ROPE_FULL])
+                            if pair + 1 < pairs:
+                                first = start + (pair + 1) * (2 * BLOCK)
+                                limit = stop
+                                ahead = slots
+                            else:
+                                first = next_start
+                                limit = next_stop
+                                ahead = next_slots
+                            slot0 = load_slots(ahead, first, limit)
+                            slot1 = load_slots(ahead, first + BLOCK, limit)
+                        if half == 2:
+                            used[1].store((rows1 >= 0).to(gl.int32))
+                        if half == 3:
+                            copy_rope(tiles[ODD_ROPE].index(0), halves, rows1, bars[ODD_ROPE_FULL])
+                        next_scales = load_scales(words, rows, 2 * (half < 2))
+                    tile.slice(4 * PIECE_WORDS * quarter, 2 * PIECE_WORDS, 1).store(left)
+                    right = dequantise(right_raw, scales[quarter])
+                    tile.slice(4 * PIECE_WORDS * quarter + 2 * PIECE_WORDS, 2 * PIECE_WORDS, 1).store(right)
+                    mbarrier.arrive(bars[2 * half + quarter], count=1)
+                scales = next_scales
+            rows0 = new_rows0
+            rows1 = new_rows1
+            turn += 1
+        start = next_start
+        stop = next_stop
+        pairs = next_pairs
+        slots = next_slots
+    async_copy.wait_group(0)

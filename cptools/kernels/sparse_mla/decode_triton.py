@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compile_spec import CompileSpec
 
@@ -139,12 +140,24 @@ def attend_split(
 
 @triton.jit(do_not_specialize=("states",))
 def merge_parts(
-    part_out, part_sums, out, lse, states, scale, PARTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    part_out,
+    part_sums,
+    out,
+    lse,
+    states,
+    scale,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """COLUMNS of one state (query, head) a program, all loads in flight together; BLOCK is PARTS up to a power of two.
 
     Parts come with the largest score and the sum apart, not as one lse: at 1e4 its rounding moves weights by 1e-3.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     state = tl.program_id(0).to(tl.int64)
     stride = states.to(tl.int64)
     part = tl.arange(0, BLOCK)
@@ -180,12 +193,26 @@ def merge_shape(states: int, parts: int, dtype: torch.dtype) -> tuple[int, int, 
     return block, LATENT, max(block // 16, 1) * LATENT // columns_per_warp
 
 
-def merge(part_out: Tensor, part_sums: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
-    """part_out [P, T, H, 512], part_sums [2, P, T, H] -> out [T, H, 512], lse [T, H]."""
+def merge(part_out: Tensor, part_sums: Tensor, out: Tensor, lse: Tensor, scale: float, *, overlap: bool) -> None:
+    """part_out [P, T, H, 512], part_sums [2, P, T, H] -> out [T, H, 512], lse [T, H].
+
+    overlap: it is placed while the launch before it ends (programmatic dependent launch), and waits for its stores.
+    """
     states, parts = lse.numel(), part_out.shape[0]
     block, columns, warps = merge_shape(states, parts, part_out.dtype)
     merge_parts[(states, LATENT // columns)](
-        part_out, part_sums, out, lse, states, scale, PARTS=parts, BLOCK=block, COLUMNS=columns, num_warps=warps
+        part_out,
+        part_sums,
+        out,
+        lse,
+        states,
+        scale,
+        PARTS=parts,
+        BLOCK=block,
+        COLUMNS=columns,
+        OVERLAP=overlap,
+        num_warps=warps,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -240,7 +267,7 @@ def sparse_mla_decode_triton(
             num_stages=FP8_STAGES if fp8 else BF16_STAGES,
         )
         if parts > 1:
-            merge(part_out, part_sums, out, lse, scale)
+            merge(part_out, part_sums, out, lse, scale, overlap=False)
     return out, lse
 
 
@@ -287,7 +314,12 @@ def compile_specs() -> list[CompileSpec]:
                 "WHOLE": "constexpr",
                 "BLOCK_N": "constexpr",
             },
-            constexprs={"FP8": rows == "fp8", "HAS_COUNTS": True, "WHOLE": False, "BLOCK_N": BLOCK_N},
+            constexprs={
+                "FP8": rows == "fp8",
+                "HAS_COUNTS": True,
+                "WHOLE": False,
+                "BLOCK_N": BLOCK_N,
+            },
             num_warps=NUM_WARPS,
             num_stages=FP8_STAGES if rows == "fp8" else BF16_STAGES,
             # Three registers, once a program: still 0.6 us faster at one query than two stages without a spill.
@@ -318,8 +350,9 @@ def compile_specs() -> list[CompileSpec]:
                     "PARTS": "constexpr",
                     "BLOCK": "constexpr",
                     "COLUMNS": "constexpr",
+                    "OVERLAP": "constexpr",
                 },
-                constexprs={"PARTS": parts, "BLOCK": block, "COLUMNS": columns},
+                constexprs={"PARTS": parts, "BLOCK": block, "COLUMNS": columns, "OVERLAP": True},
                 num_warps=warps,
                 divisible_by_16=("part_out", "part_sums", "out", "lse"),
             )
