@@ -79,6 +79,11 @@ def rows(*, impl: str = "auto") -> Iterator[Row]:
         error = relative_error(joint, FP8_MLA.unpack_joint(packed))
         yield row("unpack_rows", choice, f"{count} FP8 rows to BF16", run, floor, error, target=target, beyond=beyond)
     source = random_rows(4 * 65536).cpu().pin_memory()
+    # The bus falls asleep while the host makes rows; a short copy would be timed while it wakes up.
+    everything = torch.arange(65536, device="cuda")
+    out = torch.empty(65536, width, dtype=torch.uint8, device="cuda")
+    for _ in range(100):
+        copy_rows(source, everything, out, everything, impl=impl)
     for count, target, beyond in COPIED:
         here = torch.randperm(source.shape[0], device="cuda")[:count]
         there = torch.randperm(count, device="cuda")

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...formats import SCALE_BLOCK
 from ..compile_spec import CompileSpec
-from ..dependent_launch import overlapped, wait_for_inputs
+from ..dependent_launch import let_next_start, overlapped, wait_for_inputs
 from ..kv_store.triton import (
+    FEW_ROWS,
     MAX_PLANES,
     WORDS,
     as_words,
@@ -22,9 +23,9 @@ from ..kv_store.triton import (
     word_bytes,
 )
 
-COPY_PROGRAMS = 2112
-"""Programs of a row copy, 16 warps an SM of an H200. 264 saturate PCIe too, but then a short copy waits for its latency
-eight times in a row."""
+COPY_PROGRAMS = 4224
+"""Programs of a row copy, as many as an H200 holds at once. 264 saturate PCIe too, but then a short copy waits for its
+latency several times in a row."""
 
 
 @triton.jit
@@ -45,10 +46,11 @@ def gather_sequences_kernel(
     BLOCK0: tl.constexpr,
     BLOCK1: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """spans int64 [R, 2]: first row of the sequence in the output, its length. Programs (pages * parts, R)."""
     PARTS: tl.constexpr = (PAGE_SIZE + ROWS - 1) // ROWS
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, EARLY)
     sequence = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) // PARTS
     start = tl.load(spans + 2 * sequence)
@@ -86,11 +88,15 @@ def unpack_fp8_kernel(
     ROWS: tl.constexpr,
     BY_SLOT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """FP8 MLA rows -> latent and rotary part joined in the dtype of ``joint``."""
-    wait_for_inputs(OVERLAP)
     LATENT: tl.constexpr = BLOCKS * SCALE_BLOCK
     ROW_BYTES: tl.constexpr = LATENT + 4 * BLOCKS + 2 * ROPE
+    # Rows stand in the middle, so that warps are spread over rows.
+    at = tl.arange(0, BLOCKS)[:, None, None] * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)[None, None, :]
+    pair = tl.arange(0, ROPE)[None, :] if ROPE > 0 else 0
+    wait_for_inputs(OVERLAP, EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
     slot = row
@@ -101,16 +107,13 @@ def unpack_fp8_kernel(
     packed = pages + (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * ROW_BYTES
     out = joint + row * (LATENT + ROPE)
 
-    # Rows stand in the middle, so that warps are spread over rows.
-    at = tl.arange(0, BLOCKS)[:, None, None] * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)[None, None, :]
     values = packed.to(tl.pointer_type(tl.float8e4nv))[None, :, None] + at
     values = tl.load(values, mask=used[None, :, None], other=0.0).to(tl.float32)
     scales = (packed + LATENT).to(tl.pointer_type(tl.float32))[None, :] + tl.arange(0, BLOCKS)[:, None]
     values = values * tl.load(scales, mask=used[None, :], other=0.0)[:, :, None]
+    let_next_start(OVERLAP, EARLY)
     tl.store(out[None, :, None] + at, values.to(joint.dtype.element_ty), mask=live[None, :, None])
-
     if ROPE > 0:
-        pair = tl.arange(0, ROPE)[None, :]
         rope = (packed + LATENT + 4 * BLOCKS).to(tl.pointer_type(tl.bfloat16))[:, None] + pair
         rope = tl.load(rope, mask=used[:, None], other=0.0)
         tl.store(out[:, None] + LATENT + pair, rope.to(joint.dtype.element_ty), mask=live[:, None])
@@ -132,8 +135,9 @@ def copy_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, EARLY)
     col = tl.arange(0, BLOCK)[None, :]
     first = tl.program_id(0) * ROWS
     while first < count:
@@ -203,7 +207,7 @@ def gather_sequences(
         BLOCK0=blocks[0],
         BLOCK1=blocks[1],
         num_warps=4,
-        **overlapped(pages),
+        **overlapped(pages, early=False),
     )
     return rows
 
@@ -226,12 +230,13 @@ def unpack_fp8_rows(
     joint = empty_joint(pages, slots, latent, rope, page_size, dtype)
     if joint.numel() == 0:
         return joint
-    per_program, warps = unpack_tile(joint.shape[0])
-    unpack_fp8_kernel[(triton.cdiv(joint.shape[0], per_program),)](
+    rows = joint.shape[0]
+    per_program = unpack_tile(rows)
+    unpack_fp8_kernel[(triton.cdiv(rows, per_program),)](
         pages,
         pages if slots is None else slots,
         joint,
-        joint.shape[0],
+        rows,
         pages.shape[0] * page_size,
         pages.stride(0),
         BLOCKS=latent // SCALE_BLOCK,
@@ -240,8 +245,8 @@ def unpack_fp8_rows(
         PAGE_SIZE=page_size,
         ROWS=per_program,
         BY_SLOT=slots is not None,
-        num_warps=warps,
-        **overlapped(pages),
+        num_warps=1,
+        **overlapped(pages, early=rows <= FEW_ROWS),
     )
     return joint
 
@@ -273,7 +278,7 @@ def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: 
         ROWS=1,
         BLOCK=block,
         num_warps=1,
-        **overlapped(target),
+        **overlapped(target, early=count <= COPY_PROGRAMS),
     )
 
 
@@ -287,9 +292,9 @@ def rows_of_page(block: int, word: int, page_size: int) -> int:
     return rows
 
 
-def unpack_tile(rows: int) -> tuple[int, int]:
-    """(rows, warps) of a program that unpacks."""
-    return (1, 1) if rows <= 1024 else (4, 1)
+def unpack_tile(rows: int) -> int:
+    """Rows that a program, of one warp, unpacks at a time."""
+    return 1 if rows <= FEW_ROWS else 4
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -310,6 +315,7 @@ def compile_specs() -> list[CompileSpec]:
             "BLOCK0": blocks[0],
             "BLOCK1": blocks[1],
             "OVERLAP": True,
+            "EARLY": False,
         }
         specs.append(
             CompileSpec(
@@ -322,7 +328,7 @@ def compile_specs() -> list[CompileSpec]:
         )
     for rows in (1, 1 << 20):
         for by_slot in (False, True):
-            per_program, warps = unpack_tile(rows)
+            per_program = unpack_tile(rows)
             unpack = {
                 "BLOCKS": 4,
                 "SCALE_BLOCK": SCALE_BLOCK,
@@ -331,6 +337,7 @@ def compile_specs() -> list[CompileSpec]:
                 "ROWS": per_program,
                 "BY_SLOT": by_slot,
                 "OVERLAP": True,
+                "EARLY": rows == 1,
             }
             pointers = {"pages": "*u8", "slots": "*i64", "joint": "*bf16"}
             sizes = dict.fromkeys(["num_rows", "num_slots", "page_stride"], "i32")
@@ -340,7 +347,7 @@ def compile_specs() -> list[CompileSpec]:
                     fn=unpack_fp8_kernel,
                     signature=pointers | sizes | dict.fromkeys(unpack, "constexpr"),
                     constexprs=unpack,
-                    num_warps=warps,
+                    num_warps=1,
                     divisible_by_16=(*pointers, "page_stride"),
                 )
             )
@@ -348,7 +355,7 @@ def compile_specs() -> list[CompileSpec]:
         pointers = {"source": "*i64", "source_rows": "*i64", "target": "*i64", "target_rows": "*i64"}
         sizes = dict.fromkeys(["count", "source_height", "target_height", "source_stride", "target_stride"], "i32")
         copy = {"VECTOR": 2, "WIDTH": width // 8, "ROWS": 1, "BLOCK": triton.next_power_of_2(width // 8)}
-        copy["OVERLAP"] = True
+        copy |= {"OVERLAP": True, "EARLY": True}
         specs.append(
             CompileSpec(
                 name=f"copy_rows-{width}",

@@ -12,6 +12,7 @@ from ..dependent_launch import overlapped, wait_for_inputs
 
 MAX_PLANES = 2
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+FEW_ROWS = 1024  # which take a program each
 TILE_BYTES, TILE_WORDS = 8192, 2048
 """What a program moves at most, padding of its tile included; 2048 words are 16 a thread."""
 
@@ -64,8 +65,9 @@ def move_rows_kernel(
     BLOCK1: tl.constexpr,
     STORE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
     slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
@@ -121,7 +123,7 @@ def move_rows(
         BLOCK1=blocks[1],
         STORE=store,
         num_warps=4 if per_program > 1 else 2,
-        **overlapped(pages),
+        **overlapped(pages, early=len(slots) <= FEW_ROWS),
     )
 
 
@@ -134,7 +136,7 @@ def as_words(x: Tensor, word: int) -> Tensor:
 
 def rows_of_tile(block: int, word: int, rows: int) -> int:
     """Rows of one program: single ones while they are too few to fill the chip."""
-    return 1 if rows <= 1024 else max(1, min(TILE_BYTES // (block * word), TILE_WORDS // block))
+    return 1 if rows <= FEW_ROWS else max(1, min(TILE_BYTES // (block * word), TILE_WORDS // block))
 
 
 @torch.library.custom_op("cptools::store_rows", mutates_args=("pages",))
@@ -170,6 +172,7 @@ def move_specs(*, store: bool) -> list[CompileSpec]:
                 "BLOCK1": blocks[1],
                 "STORE": store,
                 "OVERLAP": True,
+                "EARLY": rows == 1,
             }
             element = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}[word]
             sizes = ["num_rows", "num_slots", "page_stride", "row_stride"]

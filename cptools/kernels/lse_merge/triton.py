@@ -9,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_spec import CompileSpec
-from ..dependent_launch import overlapped, wait_for_inputs
+from ..dependent_launch import let_next_start, overlapped, wait_for_inputs
 
 MAX_PARTS = 8
 """Parts that one launch takes as separate tensors; a longer list is merged in several."""
 MAX_BLOCK = 512
 MAX_GRID_Y = 65535
-FEW_ROWS = 2048  # of which a program takes one each
+FEWEST_ROWS, FEW_ROWS = 512, 2048  # of which a program takes one each, and two
 WARP_BYTES = 512  # what a warp loads by one instruction
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -121,13 +121,14 @@ def merge_parts_kernel(
     SPLIT: tl.constexpr,
     FULL: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     outs = (out0, out1, out2, out3, out4, out5, out6, out7)
     lses = (lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
     token, head, live, col, mask = place(tokens, heads, dim, ROWS, CHUNKS, INNER, SPLIT, FULL)
     lse_at = token * lse_stride_t + head * lse_stride_h
     out_at = (token * out_stride_t + head * out_stride_h)[None, :, None] + col
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, EARLY)
 
     # All loads first, and none of them masked by an lse: they wait for memory together.
     lse: tl.tuple = ()
@@ -148,6 +149,7 @@ def merge_parts_kernel(
     summed = tl.broadcast_to(start_of_sum(peak)[None, :, None], [CHUNKS, ROWS, INNER])
     for part in tl.static_range(PARTS):
         summed = add_part(summed, value[part], exp_of_gap(lse[part] - base) / total, lse[part])
+    let_next_start(OVERLAP, EARLY)
     store_merged(merged, merged_lse, summed, peak, total, token * heads + head, live, col, mask, dim)
 
 
@@ -173,11 +175,12 @@ def merge_stacked_kernel(
     SPLIT: tl.constexpr,
     FULL: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     token, head, live, col, mask = place(tokens, heads, dim, ROWS, CHUNKS, INNER, SPLIT, FULL)
     lse_at = token * lse_stride_t + head * lse_stride_h
     out_at = (token * out_stride_t + head * out_stride_h)[None, :, None] + col
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, EARLY)
 
     # Pointers walk from part to part: their distance may be beyond 2^31, its products are never formed.
     lse_of = lses + lse_at
@@ -202,6 +205,7 @@ def merge_stacked_kernel(
         summed = add_part(summed, value, exp_of_gap(lse - base) / total, lse)
         lse_of += lse_stride_p
         out_of += out_stride_p
+    let_next_start(OVERLAP, EARLY)
     store_merged(merged, merged_lse, summed, peak, total, token * heads + head, live, col, mask, dim)
 
 
@@ -281,13 +285,15 @@ def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def tile(tokens: int, heads: int, dim: int, element_bytes: int) -> tuple[dict[str, int], int]:
-    """(constexprs, warps) of a program: single heads while these are too few to fill the chip, then two."""
+    """(constexprs, warps) of a program: as few rows as fill the chip, and a warp for each where they are many."""
     inner = WARP_BYTES // element_bytes
     chunks = min(MAX_BLOCK // inner, triton.next_power_of_2(triton.cdiv(dim, inner)))
-    rows = 1 if tokens * heads <= FEW_ROWS or heads == 1 else 2
+    few = tokens * heads <= FEW_ROWS
+    rows = 1 if tokens * heads <= FEWEST_ROWS else 2 if few else 4
+    rows = min(rows, triton.next_power_of_2(heads))
     split = triton.cdiv(dim, chunks * inner)
     full = heads % rows == 0 and tokens <= MAX_GRID_Y and dim == split * chunks * inner
-    return {"ROWS": rows, "CHUNKS": chunks, "INNER": inner, "SPLIT": split, "FULL": full}, rows
+    return {"ROWS": rows, "CHUNKS": chunks, "INNER": inner, "SPLIT": split, "FULL": full}, 1 if few else rows
 
 
 def launch(
@@ -306,14 +312,14 @@ def launch(
     constexprs, warps = tile(tokens, heads, dim, element_bytes)
     programs = triton.cdiv(heads, constexprs["ROWS"]) * constexprs["SPLIT"]
     grid = (programs, min(tokens, MAX_GRID_Y), triton.cdiv(tokens, MAX_GRID_Y))
-    options = {**constexprs, **overlapped(merged), "num_warps": warps}
+    options = {**constexprs, **overlapped(merged, early=tokens * heads <= FEW_ROWS), "num_warps": warps}
     kernel[grid](*tensors, merged, lse, tokens, heads, dim, *strides, PARTS=parts, **options)
 
 
 def compile_specs() -> list[CompileSpec]:
     specs = []
     sizes = ["tokens", "heads", "dim"] + [f"{x}_stride_{axis}" for x in ("out", "lse") for axis in "pth"]
-    for tokens, heads in ((1, 64), (1, 63), (64, 64), (64, 63)):
+    for tokens, heads in ((1, 64), (1, 63), (16, 64), (64, 64), (64, 63)):
         for dtype, parts, stacked in (
             *(("bf16", 2, False), ("bf16", 8, False), ("fp32", 2, False), ("fp32", 8, False)),
             ("bf16", 32, True),
@@ -325,7 +331,7 @@ def compile_specs() -> list[CompileSpec]:
                 pointers |= {f"out{part}": f"*{dtype}", f"lse{part}": "*fp32"}
             types = pointers | dict.fromkeys(sizes, "i32")
             signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-            values = tiles | {"PARTS": parts, "OVERLAP": True}
+            values = tiles | {"PARTS": parts, "OVERLAP": True, "EARLY": warps == 1}
             specs.append(
                 CompileSpec(
                     name=f"{'stacked' if stacked else 'parts'}-{parts}x{dtype}-{tokens}x{heads}",
