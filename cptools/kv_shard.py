@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cptools.collectives import all_gather_rows, as_byte_rows, group_coordinates
+from cptools.kernels.selected_slots import selected_slots
 from cptools.layout import KVLayout
 
 _Int64 = npt.NDArray[np.int64]
@@ -242,15 +243,9 @@ class RoundRobinKVShard:
         return np.where(self.layout.owner(t) == self.rank, slots, -1)
 
     def _slots_unchecked(self, t: Tensor, request: Tensor, tables: Tensor) -> Tensor:
-        requests, blocks = tables.shape
-        if requests * blocks == 0:
-            return torch.full_like(t, -1)
-        page = t // self.layout.virtual_block
-        mine = (t >= 0) & (self.layout.owner(t) == self.rank)
-        mine &= (page < blocks) & (request >= 0) & (request < requests)
-        page_id = tables[request.clamp(0, requests - 1), page.clamp(0, blocks - 1)]
-        slots = (page_id - page) * self.layout.page_size + self.layout.local_index(t)
-        return torch.where(mine & (page_id >= 0), slots, -1)
+        slots = torch.empty_like(t)
+        selected_slots(slots.unsqueeze(1), t.unsqueeze(1), request, tables, layout=self.layout, rank=self.rank)
+        return slots
 
     def _position_order(self, lens: _Int64, local_lens: _Int64) -> _Int64:
         """Where each row of a context lies among all ranks' rows, rank-major; `local_lens` is [R, N]."""

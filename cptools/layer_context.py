@@ -14,8 +14,10 @@ from torch import Tensor
 
 from .formats import FP8, SCALE_BLOCK
 from .kernels.impl import triton_obstacle
+from .kernels.index_query import fp8_query, rotated_query
 from .kernels.indexer_topk import IndexKeys, indexer_topk, indexer_topk_fp8
-from .kernels.paged_topk import fp8_query, paged_topk
+from .kernels.paged_topk import paged_topk
+from .kernels.rowwise import RopeAngles
 from .kernels.selected_slots import selected_slots
 from .kernels.sparse_mla import sparse_mla, sparse_mla_decode, unpacked_rows
 from .kernels.topk_select import INVALID, decode_order, encode_order, merge_orders
@@ -53,6 +55,10 @@ class LayerContext:
     def __init__(self, step: KVStep, layer: int, with_index: bool) -> None:
         self.step, self.layer, self.with_index = step, layer, with_index
         self.cache = cache = step.cache
+        # The reference scores float32, which it would make of FP8 for every block of queries.
+        self._scores_fp8 = (
+            cache.index.dtype == FP8 and cache.index.dim <= SCALE_BLOCK and triton_obstacle(cache.device) is None
+        )
         self._context: Tensor | None = None
         self._keys: Tensor | IndexKeys | None = None
         if not step.prompt.plan.num_tokens:
@@ -62,8 +68,7 @@ class LayerContext:
         self._context = cache.mla.unpack_joint(packed) if not _on_gpu(packed) else unpacked_rows(packed, cache.mla)
         if with_index:
             keys = self._gather(cache.index_rows, cache.index_place(layer))
-            fp8 = cache.index.dtype == FP8 and cache.index.dim <= SCALE_BLOCK
-            self._keys = IndexKeys.from_rows(keys) if fp8 and _on_gpu(keys) else cache.index.unpack(keys)
+            self._keys = IndexKeys.from_rows(keys) if self._scores_fp8 else cache.index.unpack(keys)
 
     def __enter__(self) -> LayerContext:
         return self
@@ -81,15 +86,20 @@ class LayerContext:
         self.cache.traffic.context_bytes += (full.shape[0] - local.shape[0]) * full.shape[1]
         return full
 
-    def select(self, block: RowBlock, query: Tensor, weights: Tensor, out: Selection) -> None:
+    def select(self, block: RowBlock, query: Tensor, weights: Tensor, angles: RopeAngles, out: Selection) -> None:
         """The k best keys of each row of a sparse or decode block, written into out [rows, k]: positions and ids.
 
-        query float32 [rows, H, D] and weights float32 [rows, H], scales applied. A decode block is collective over
+        query [rows, H, D], whose first pairs are still to be rotated by angles, and weights float32 [rows, H], any
+        scales applied. A decode block is collective over
         DCP: candidates (score, position) are exchanged, and every rank takes the same ones; no sync, capturable.
         """
         if not self.with_index:
             raise ValueError(f"layer {self.layer}: the context was made without index rows")
         k = out.positions.shape[1]
+        if self._scores_fp8:
+            query, weights = fp8_query(query, weights, angles)
+        else:
+            query = rotated_query(query, angles)
         if block.path == "sparse":
             starts = self.step.prompt.key_starts[block.rows]
             positions = self._select_prompt(block, query, weights, starts, k)
@@ -121,10 +131,9 @@ class LayerContext:
         prompt = self.step.prompt
         lens = prompt.kv_lens[block.rows]
         if isinstance(self._keys, IndexKeys):
-            values, scaled = fp8_query(query, weights)
             return indexer_topk_fp8(
-                values,
-                scaled,
+                query,
+                weights,
                 self._keys,
                 key_starts=starts,
                 kv_lens=lens,

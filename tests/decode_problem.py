@@ -85,7 +85,7 @@ class DecodeProblem:
             "c_kv": self.floats(rows, d.latent),
             "k_pe": self.floats(rows, d.rope),
             "key": self.floats(rows, d.index_dim),
-            "index_query": self.floats(rows, d.index_heads, d.index_dim).float(),
+            "index_query": self.floats(rows, d.index_heads, d.index_dim),
             "index_weights": self.floats(rows, d.index_heads).float(),
             "query": self.floats(rows, d.heads, d.latent + d.rope) * 0.3,
         }
@@ -104,7 +104,7 @@ class DecodeProblem:
                     part = selected[block.rows]
                     if layer == 0:
                         query, weights = given["index_query"][block.rows], given["index_weights"][block.rows]
-                        context.select(block, query, weights, part)
+                        context.select(block, query, weights, angles[block.rows], part)
                     outs.append(context.attend(block, given["query"][block.rows], part, scale=0.1))
         half = len(outs) // 2
         empty = torch.empty(0, self.dims.heads, self.dims.latent, device=self.device)

@@ -41,7 +41,11 @@ def query_heads(qr: Tensor, w: AttentionWeights, angles: RopeAngles, config: GLM
 
 def absorb(q_nope: Tensor, q_pe: Tensor, w: AttentionWeights) -> Tensor:
     """Queries in the space of cache rows: [T, H, latent + rope]."""
-    return torch.cat([head_linear(q_nope, w.w_uk), q_pe], dim=2)
+    latent = w.w_uk.shape[2]
+    query = q_nope.new_empty(*q_nope.shape[:2], latent + q_pe.shape[2])
+    head_linear(q_nope, w.w_uk, out=query[..., :latent])
+    query[..., latent:] = q_pe
+    return query
 
 
 def output(latent: Tensor, w: AttentionWeights) -> Tensor:

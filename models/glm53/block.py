@@ -73,7 +73,7 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
         step.append(layer, angles, attention.new_latents(u, w.attention, config), keys)
 
     split = run.split.modules
-    out = torch.empty_like(u)
+    outs = [u[:0]]
     with span("context"):
         context = step.context(layer, with_index=w.indexer is not None)
     with context:
@@ -86,12 +86,12 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
                 with span("attend"):
                     sequence = context.prompt_sequence(block.request)
                     lens = step.prompt.kv_lens[rows]
-                    out[rows] = attention.dense_output(q_nope, q_pe, sequence, lens, w.attention, config)
+                    outs.append(attention.dense_output(q_nope, q_pe, sequence, lens, w.attention, config))
                 continue
             if w.indexer is not None:
                 with span("select"):
-                    query, weights = indexer.index_query(qr, u[rows], w.indexer, angles[rows], config)
-                    context.select(block, query, weights, run.selected[rows])
+                    query, weights = indexer.index_query(qr, u[rows], w.indexer, config)
+                    context.select(block, query, weights, angles[rows], run.selected[rows])
             with span("attend"):
                 query = attention.absorb(q_nope, q_pe, w.attention)
                 all_heads = block.path == "decode" and split.decode_all_heads
@@ -101,8 +101,9 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
                 if all_heads:
                     latent = split.tp.own_heads(latent)
             with span("output"):
-                out[rows] = attention.output(latent, w.attention)
+                outs.append(attention.output(latent, w.attention))
     if run.observer is not None:
         prompt_rows = step.prompt.rows
         run.observer(layer, run.selected.positions[:prompt_rows], run.selected.positions[prompt_rows:])
-    return split.tp.sum(out)
+    # Blocks are consecutive; of one, nothing is copied.
+    return split.tp.sum(outs[-1] if len(outs) <= 2 else torch.cat(outs))

@@ -6,11 +6,10 @@ I[s, t] = sum_h w[s, h] H^-0.5 relu(iq[s, h] . ik[t] D^-0.5)
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cptools.cp_kv import NewKeys
-from cptools.kernels.rowwise import RopeAngles, linear, rope_interleaved
+from cptools.kernels.rowwise import linear
 
 from .config import GLM53Config
 from .weights import IndexerWeights
@@ -23,16 +22,8 @@ def new_keys(u: Tensor, w: IndexerWeights) -> NewKeys:
     return NewKeys(linear(u, w.wk), w.k_norm_weight, w.k_norm_bias, KEY_NORM_EPS)
 
 
-def index_query(
-    qr: Tensor, u: Tensor, w: IndexerWeights, angles: RopeAngles, config: GLM53Config
-) -> tuple[Tensor, Tensor]:
-    """(query [T, heads, dim], head weights [T, heads]) float32, with both scales folded into the weights."""
+def index_query(qr: Tensor, u: Tensor, w: IndexerWeights, config: GLM53Config) -> tuple[Tensor, Tensor]:
+    """(query [T, heads, dim] before rotation, head weights [T, heads] float32 with both scales folded in)."""
     heads, dim = config.index_n_heads, config.index_head_dim
-    query = _rotate_first(linear(qr, w.wq_b).unflatten(1, (heads, dim)), angles, config)
-    weights = linear(u.float(), w.weights_proj) * (heads * dim) ** -0.5
-    return query.float(), weights
-
-
-def _rotate_first(x: Tensor, angles: RopeAngles, config: GLM53Config) -> Tensor:
-    rope = config.qk_rope_head_dim
-    return torch.cat([rope_interleaved(x[..., :rope], angles), x[..., rope:]], dim=-1)
+    query = linear(qr, w.wq_b).unflatten(1, (heads, dim))
+    return query, linear(u.float(), w.weights_proj) * (heads * dim) ** -0.5

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from cptools.kernels.sampling import Sampling
-from models.glm53 import GLM53, GLM53Config
+from models.glm53 import GLM53
 from serving.engine import ModelRunner
 from tests.checkpoints import KDIM, random_prompts, save_random
 
 pytestmark = pytest.mark.gpu
 
-DENSE = replace(KDIM, mlp_layer_types=("dense",) * KDIM.num_hidden_layers)
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaStreamWaitEvent")
 
 
-@pytest.fixture(scope="module", params=[DENSE, KDIM], ids=["dense", "mixture"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GLM53:
-    config: GLM53Config = request.param
-    path: Path = save_random(tmp_path_factory.mktemp("kdim"), config)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GLM53:
+    path = save_random(tmp_path_factory.mktemp("kdim"), KDIM)
     return GLM53.from_pretrained(path, device="cuda", dtype=torch.bfloat16, kv_rows="fp8")
 
 
@@ -36,8 +32,8 @@ def runner_of(model: GLM53, *, graphs: bool, draft_tokens: int = 0) -> ModelRunn
         cache,
         max_requests=6,
         max_tokens=2048,
-        batch_sizes=[1, 2, 4, 6],
-        table_blocks=[2, 8, 33],
+        batch_sizes=[2, 6],
+        table_blocks=[8, 33],
         draft_tokens=draft_tokens,
         graphs=graphs,
     )

@@ -8,7 +8,7 @@ import torch
 from cptools.formats import FP8, IndexRows
 from cptools.kernels.indexer_topk import indexer_scores
 from cptools.kernels.kv_store import store_rows
-from cptools.kernels.paged_topk import choose_paged_topk, fp8_query, paged_topk
+from cptools.kernels.paged_topk import choose_paged_topk, paged_topk
 from cptools.kernels.topk_select import topk_select
 
 LENS = (0, 1, 63, 64, 65, 700)
@@ -106,13 +106,6 @@ def test_no_rows_no_pages_no_keys() -> None:
         )
         assert positions.tolist() == [[-1] * 3] * rows
         assert (scores == -torch.inf).all()
-
-
-def test_folded_scales_score_bit_for_bit() -> None:
-    query, weights = torch.randn(5, HEADS, 32) * torch.tensor([1e-3, 1, 30, 0])[:, None], torch.randn(5, HEADS)
-    values, scaled = fp8_query(query, weights)
-    rounded = IndexRows(32, FP8).round_query(query)
-    assert torch.equal(values.float() * (scaled / weights).unsqueeze(2), rounded)
 
 
 def test_misfits_are_refused() -> None:

@@ -368,6 +368,8 @@ def test_wrong_shapes_raise_with_the_numbers() -> None:
         head_linear(x, torch.zeros(2, 4, 6))
     with pytest.raises(ValueError, match=r"head_linear: x must be \[T, 2, 5\], got \(3, 1, 5\)"):
         head_linear(x.unsqueeze(1), torch.zeros(2, 5, 6))
+    with pytest.raises(ValueError, match=r"out must be torch.float32 \(3, 1, 6\), got torch.float32 \(3, 6\)"):
+        head_linear(x.unsqueeze(1), torch.zeros(1, 5, 6), out=torch.zeros(3, 6))
     with pytest.raises(ValueError, match=r"rms_norm: rows must be \[T, 4\], got \(3, 5\)"):
         rms_norm(x, torch.zeros(4), 1e-5)
     with pytest.raises(ValueError, match=r"layer_norm: rows must be \[T, 4\], got \(3, 5\)"):
@@ -388,3 +390,12 @@ def test_narrow_odd_widths_give_equal_bits_to_equal_rows(outputs: int, width: in
         head_linear(row.unsqueeze(1).repeat(1, 2, 1), torch.randn(2, outputs, width).transpose(1, 2)).flatten(1),
     ):
         assert (result == result[0]).all()
+
+
+def test_head_linear_writes_into_a_slice() -> None:
+    x, weight = torch.randn(70, 3, 24), torch.randn(3, 24, 40)
+    room = torch.full((70, 3, 48), 7.0)
+    made = head_linear(x, weight, out=room[..., :40])
+    assert made.data_ptr() == room.data_ptr()
+    assert torch.equal(made, head_linear(x, weight))
+    assert (room[..., 40:] == 7).all()

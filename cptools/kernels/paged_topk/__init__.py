@@ -5,24 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import FP8, SCALE_BLOCK, IndexRows, quantize_fp8
+from ...formats import FP8, SCALE_BLOCK, IndexRows
 from ..impl import Choice, choose, triton_obstacle
+from ..index_query import fp8_query
 from ..indexer_topk import WORKSPACE_BYTES, IndexKeys, choose_indexer_scores, indexer_topk_fp8
 from ..indexer_topk.chunks import by_position, topk_of_chunks
 from . import reference
 
-__all__ = ["choose_paged_topk", "fp8_query", "paged_topk"]
+__all__ = ["choose_paged_topk", "paged_topk"]
 
 _TRITON_DIM = 256
-
-
-def fp8_query(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """query [T, H, D <= 128] -> e4m3, and its scale of each head multiplied into weights [T, H], float32.
-
-    Scales are powers of two, so that this scores bit for bit as `IndexRows.round_query` does. Local.
-    """
-    values, scales = quantize_fp8(query)
-    return values, weights.float() * scales.squeeze(2)
 
 
 def paged_topk(
@@ -40,7 +32,8 @@ def paged_topk(
 ) -> tuple[Tensor, Tensor]:
     """The k best keys of each row -> (positions [T, k] int64 ascending, then -1; scores [T, k] float32, then -inf).
 
-    query [T, H, D] and weights [T, H], floats, any scales applied; FP8 rows quantise the query. pages uint8 [P,
+    query [T, H, D] and weights [T, H], floats, any scales applied; FP8 rows of one scale quantise the query, or take it
+    from `fp8_query`. pages uint8 [P,
     page_size * row_bytes]. tables [R, blocks] integers, R a divisor of T: row t reads table ``t // (T // R)``. Row t
     sees the first ``kv_lens[t]`` keys of it (integers [T]), none if 0; what pages hold beyond never matters, nor do
     the entries of a table there. The set is that of `indexer_topk`: score descending, position ascending.
@@ -70,7 +63,7 @@ def paged_topk(
         sizes = {"row_format": row_format, "page_size": page_size}
         return by_position(*reference.paged_topk(query, weights, pages, tables, kv_lens=kv_lens, k=k, **sizes))  # type: ignore[arg-type]
     if row_format.dtype == FP8:
-        values, scaled = fp8_query(query, weights)
+        values, scaled = (query, weights) if query.dtype == FP8 else fp8_query(query, weights)
         keys = IndexKeys.from_pages(pages, tables, page_size=page_size)
         return indexer_topk_fp8(
             values,

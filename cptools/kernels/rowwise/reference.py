@@ -31,21 +31,31 @@ def linear(x: Tensor, weight: Tensor | BlockFP8) -> Tensor:
     return tiled_product(x, weight)
 
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One matrix per head: x [T, H, D], weight [H, D, O] -> [T, H, O] in x's dtype."""
+def head_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """One matrix per head: x [T, H, D], weight [H, D, O] -> [T, H, O] in x's dtype; in ``out`` if given.
+
+    ``out`` may have any strides. On the GPU nothing is copied on the way, whatever the strides of x.
+    """
     heads, depth, width = weight.shape
     if x.dim() != 3 or x.shape[1:] != (heads, depth):
         raise ValueError(f"head_linear: x must be [T, {heads}, {depth}], got {tuple(x.shape)}")
-
-    if x.device.type == "cpu":
-        x, weight = pad_widths(x, 2), pad_widths(weight, 1, 2)
+    shape = (x.shape[0], heads, width)
+    if out is not None and (out.shape != shape or out.dtype != x.dtype):
+        raise ValueError(f"head_linear: out must be {x.dtype} {shape}, got {out.dtype} {tuple(out.shape)}")
+    if x.device.type != "cpu":
+        out = x.new_empty(shape) if out is None else out
+        # Strided in and out: nothing is copied.
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
+    x, weight = pad_widths(x, 2), pad_widths(weight, 1, 2)
 
     def product(tile: Tensor) -> Tensor:
         by_head = tile.view(-1, *x.shape[1:]).transpose(0, 1).contiguous()
         mixed = torch.bmm(by_head, weight)[:, :, :width]
         return mixed.transpose(0, 1).flatten(1)
 
-    return in_tiles(x.flatten(1), heads * width, product, x.dtype).view(x.shape[0], heads, width)
+    made = in_tiles(x.flatten(1), heads * width, product, x.dtype).view(shape)
+    return made if out is None else out.copy_(made)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
