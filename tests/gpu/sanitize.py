@@ -19,20 +19,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cptools.formats import BF16_MLA, FP8, FP8_INDEX, FP8_MLA
+from cptools.kernels.block_fp8 import BlockFP8
+from cptools.kernels.expert_routing import combine, group_by_expert, route
+from cptools.kernels.grouped_swiglu import grouped_swiglu
 from cptools.kernels.indexer_topk import IndexKeys, indexer_scores, indexer_scores_fp8, indexer_topk, indexer_topk_fp8
 from cptools.kernels.kv_gather import copy_rows, gather_rows, gather_sequences, unpack_rows
 from cptools.kernels.kv_store import store_rows
 from cptools.kernels.lse_merge import merge_states
 from cptools.kernels.norm_rope_store import IndexInput, MlaInput, norm_rope_store
 from cptools.kernels.rowwise import RopeAngles
+from cptools.kernels.selected_slots import selected_slots
 from cptools.kernels.sparse_mla import sparse_mla, sparse_mla_decode
 from cptools.kernels.topk_select import merge_orders, topk_select
+from cptools.layout import KVLayout
 
 SCALE = 256**-0.5
 
@@ -161,20 +167,48 @@ def topk() -> None:
     merge_orders(torch.randint(-(2**62), 2**62, (3, 5000)).cuda(), 2048, impl="triton")
 
 
-def handshake() -> None:
-    """No kernel of the library, but the control for the tools: a right order that only mbarriers make."""
+def routing() -> None:
+    for tokens, experts, k in ((1, 8, 2), (77, 96, 8), (300, 256, 8)):
+        chosen, gates = route(randn(tokens, experts), randn(experts), k=k, impl="triton")
+        groups = group_by_expert(chosen, experts, impl="triton")
+        combine(randn(tokens * k, 200, dtype=torch.bfloat16), groups.slots, gates, impl="triton")
+
+
+def feed_forward() -> None:
+    """By whatever serves it."""
+    counts = torch.tensor([5, 0, 70]).cuda()
+    gate_up, down = torch.randn(3, 256, 256), torch.randn(3, 256, 128)
+    x = randn(80, 256, dtype=torch.bfloat16)
+    grouped_swiglu(x, counts, gate_up.bfloat16().cuda(), down.bfloat16().cuda())
+    packed = [BlockFP8.quantise(weight) for weight in (gate_up, down)]
+    grouped_swiglu(x, counts, *(BlockFP8(weight.values.cuda(), weight.scales.cuda()) for weight in packed))
+
+
+def slots_of_positions() -> None:
+    layout = KVLayout(2, 16, 16)
+    positions, tables = holed(torch.randint(0, 200, (5, 70)), 4000), torch.randint(-1, 9, (2, 7)).cuda()
+    for dtype in (torch.int32, torch.int64):
+        out = torch.zeros(5, 70, dtype=dtype).cuda()
+        selected_slots(
+            out, positions, torch.tensor([0, 1, -1, 1, 7]).cuda(), tables, layout=layout, rank=1, impl="triton"
+        )
+
+
+def control(*, relayed: bool) -> None:
+    """No kernel of the library, but what the tools make of a right order that only mbarriers keep."""
     from tests.gpu.handshake_gluon import WIDTH, handshake
 
-    assert torch.equal(handshake(6).cpu(), 6 * torch.arange(WIDTH, dtype=torch.int32) + 15)
+    assert torch.equal(handshake(6, relayed=relayed).cpu(), 6 * torch.arange(WIDTH, dtype=torch.int32) + 15)
 
 
 CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         merge, rows_by_slot, rows_between_tables, fused_store, attention, decode, scores, fused_selection, topk,
-        handshake,
+        routing, feed_forward, slots_of_positions,
     )
 }  # fmt: skip
+CASES["control"], CASES["control_relayed"] = partial(control, relayed=False), partial(control, relayed=True)
 
 
 def run_under(tool: str, case: str, folder: Path) -> dict[str, object]:
