@@ -55,22 +55,21 @@ def test_three_drafts_change_nothing_on_50_prompts(model: GLM53) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = (*LENGTHS, *torch.randint(1, 70, (40,), generator=generator).tolist())
     prompts = random_prompts(lengths, TINY.vocab_size)
-    plain = model.generate_batch(prompts, 17, prompt_logits="all")
-    drafted = model.generate_batch(prompts, 17, prompt_logits="all", draft_tokens=3)
+    plain = model.generate_batch(prompts, 14, prompt_logits="all")
+    drafted = model.generate_batch(prompts, 14, prompt_logits="all", draft_tokens=3)
     assert drafted.ids == plain.ids
     for name in ("prompt_logits", "decode_logits"):
         assert all(map(torch.equal, getattr(drafted, name), getattr(plain, name))), name
     # Every length of acceptance was met, and rows given up are accounted for.
     assert min(drafted.accepted) > 20
-    assert (plain.accepted, plain.mean_acceptance_length) == ([50 * 16], 1.0)
-    assert sum((1 + j) * n for j, n in enumerate(drafted.accepted)) == 50 * 16
+    assert (plain.accepted, plain.mean_acceptance_length) == ([50 * 13], 1.0)
+    assert sum((1 + j) * n for j, n in enumerate(drafted.accepted)) == 50 * 13
     assert drafted.traffic.rows_stored - drafted.traffic.rows_dropped == plain.traffic.rows_stored
     assert not drafted.synthetic
     assert not plain.synthetic
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 6])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("k", "share"), [(1, True), (2, False), (4, True), (6, False)])
 def test_any_number_of_query_rows(model: GLM53, k: int, share: bool) -> None:
     """Field case D15: 2, 3, 5, 7 rows a request (and 4 elsewhere)."""
     subject = model if share else without_index_share(model)
@@ -288,7 +287,7 @@ def test_short_prompts_on_the_dense_path_draft_alike(model: GLM53, unguessable: 
 def test_pages_of_a_batch_suffice_for_its_drafts(model: GLM53) -> None:
     """No page more than without: up to the last position that the configuration allows."""
     for subject in (model, without_index_share(model)):
-        for length in (64, 60, 61, 62, 63):
+        for length in (60, 63):
             prompt = random_prompts((length,), TINY.vocab_size)
             cache = subject.new_cache(subject.kv.layout.pages(length + 5))
             drafted = subject.generate_batch(prompt, 6, draft_tokens=3, cache=cache)
@@ -303,7 +302,7 @@ def test_pages_of_a_batch_suffice_for_its_drafts(model: GLM53) -> None:
 def test_sampling_with_drafts_keeps_the_distribution(tmp_path: Path) -> None:
     config = dataclasses.replace(TINY, vocab_size=8)
     model = GLM53.from_pretrained(save_guessable(tmp_path, config, doubt=0.3))
-    count, prompt, temperature = 500, [3, 1, 4], 1.5
+    count, prompt, temperature = 300, [3, 1, 4], 1.5
 
     def chances(prompts: list[list[int]]) -> torch.Tensor:
         logits = model.generate_batch(prompts, 1).prompt_logits
@@ -320,7 +319,7 @@ def test_sampling_with_drafts_keeps_the_distribution(tmp_path: Path) -> None:
     settings = [Sampling(temperature, seed=7, request=i) for i in range(count)]
     for options in ({}, {"most_likely_drafts": True}):
         out = model.generate_batch([prompt] * count, 3, sampling=settings, draft_tokens=2, **options)
-        assert out.accepted[1] > 50
+        assert out.accepted[1] > 30
         tokens = torch.tensor(out.ids)
         for place in range(3):
             assert p_value(histogram(tokens[:, place], 8), exact[place]) > SIGNIFICANCE, (options, place)

@@ -16,9 +16,9 @@ LENGTHS = (1, 17, 62, 64, 130)
 NEW = 20
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp8"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GLM53:
-    return GLM53.from_pretrained(save_guessable(tmp_path_factory.mktemp("guessable"), TINY), kv_rows=request.param)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GLM53:
+    return GLM53.from_pretrained(save_guessable(tmp_path_factory.mktemp("guessable"), TINY), kv_rows="fp8")
 
 
 def run(model: GLM53, k: int, *, ahead: bool, chunk: int = 40, sampling: Sampling | None = None, **options):
@@ -51,10 +51,9 @@ def run(model: GLM53, k: int, *, ahead: bool, chunk: int = 40, sampling: Samplin
     return [got[request][:NEW] for request in requests], rounds
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_greedy_rounds_give_the_tokens_of_plain_decoding(model: GLM53, k: int) -> None:
+def test_greedy_rounds_give_the_tokens_of_plain_decoding(model: GLM53) -> None:
     want = model.generate_batch(random_prompts(LENGTHS, TINY.vocab_size), NEW)
-    got, rounds = run(model, k, ahead=True)
+    got, rounds = run(model, 2, ahead=True)
     assert got == want.ids
     assert rounds < NEW - 1
 
