@@ -63,6 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     prompts.add_argument("--prompts", type=Path, metavar="FILE.json", help="a list of lists of token ids")
     prompts.add_argument("--random", type=int, metavar="n", help="one prompt of n random ids")
     parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--draft-tokens", type=int, default=0, metavar="k", help="of the MTP layer, a token (none)")
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens of a request in one step")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if every rank has a GPU")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
@@ -102,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = GLM53Config.from_pretrained(args.checkpoint)
         split = WeightSplit.of(sizes, sizes.rank_coords(int(os.environ["RANK"])))
         check_split(config, split)
+        if args.draft_tokens < 0 or (args.draft_tokens and not config.num_nextn_predict_layers):
+            layers = config.num_nextn_predict_layers
+            raise ValueError(f"--draft-tokens {args.draft_tokens} with a checkpoint of {layers} MTP layers")
         prompts = read_prompts(args, config)
     except (ValueError, OSError) as error:
         refuse(error)
@@ -127,7 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             model = GLM53.over(groups, config, weights, kv_rows=args.kv_rows)
         read_s = time.monotonic() - start
-        out = model.generate_batch(prompts, args.max_new_tokens, chunk=args.chunk, stop_at_eos=True)
+        out = model.generate_batch(
+            prompts, args.max_new_tokens, chunk=args.chunk, stop_at_eos=True, draft_tokens=args.draft_tokens
+        )
         memory = RankMemory(
             weights=weight_bytes(config, dtype=dtype, keep_fp8=args.keep_fp8, split=split),
             device_peak=torch.cuda.max_memory_allocated() if device == "cuda" else 0,

@@ -34,7 +34,7 @@ def test_two_ranks_continue_as_one(checkpoint: Path, tmp_path: Path, source: str
     if source == "drawn":  # the same model: only its description is there
         folder = tmp_path
         (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-        flags += " --random-weights"
+        flags += " --random-weights --draft-tokens 2"  # drafts change nothing
     run = torchrun(2, "generate.py", "--checkpoint", folder, "--prompts", file, *flags.split())
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
@@ -56,6 +56,7 @@ def test_two_ranks_continue_as_one(checkpoint: Path, tmp_path: Path, source: str
         ("--pcp 2 --prompts {dir}/empty.json", "each with at least one"),
         ("--pcp 2 --random 5 --chunk 0", "--chunk 0"),
         ("--pcp 2", "--prompts"),
+        ("--pcp 2 --random 5 --draft-tokens -1", "--draft-tokens -1"),
     ],
 )
 def test_wrong_flags_are_refused(
