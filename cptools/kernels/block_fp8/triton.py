@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compile_spec import CompileSpec
+from ..dependent_launch import overlapped, wait_for_inputs
 from .matrix import BLOCK
 
 _WARPS = 4
@@ -33,8 +33,9 @@ def store_quantised(x, values_at, scales_at, mask, scale_mask):
 @triton.jit
 def load_sum(at, part_stride, mask, PARTS: tl.constexpr):
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(at + part * part_stride.to(tl.int64), mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        at += part_stride
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
@@ -95,10 +96,9 @@ def quantise_kernel(
     R: tl.constexpr,
     G: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_inputs(OVERLAP, EARLY)
     here = (tl.program_id(0), tl.program_id(1))
     sizes = (rows, columns, x_stride, part_stride)
     quantise_part(x, source, values, scales, *sizes, here[0], here[1], PICKED, GATED, PARTS, R, G)
@@ -118,11 +118,10 @@ def norm_quantise_kernel(
     CHUNKS: tl.constexpr,
     G: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a row: RMS norm, the normed row in x's dtype, and the same row quantised."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_inputs(OVERLAP, EARLY)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)
     column = group[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
@@ -152,15 +151,17 @@ def norm_quantise_kernel(
 
 
 @triton.jit
-def add_parts_kernel(parts, out, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+def add_parts_kernel(
+    parts, out, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr
+):
+    wait_for_inputs(OVERLAP, EARLY)
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = element < numel
-    total = tl.load(parts + element, mask=live, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * numel.to(tl.int64) + element, mask=live, other=0.0)
+    at = parts + element
+    total = tl.load(at, mask=live, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        at += numel
+        total += tl.load(at, mask=live, other=0.0)
     tl.store(out + element, total.to(out.dtype.element_ty), mask=live)
 
 
@@ -196,8 +197,7 @@ def quantise(x: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
             GATED=gated,
             PARTS=x.shape[0] if x.dim() == 3 else 1,
             **tile,
-            OVERLAP=True,
-            launch_pdl=True,
+            **overlapped(x, early=True),
             num_warps=_WARPS,
         )
     return values, scales
@@ -227,8 +227,7 @@ def rms_norm_quantise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
             eps,
             CHUNKS=triton.cdiv(scales.shape[0], _NORM_BLOCKS),
             G=_NORM_BLOCKS,
-            OVERLAP=True,
-            launch_pdl=True,
+            **overlapped(x, early=True),
             num_warps=_NORM_WARPS,
         )
     return normed, values, scales
@@ -248,8 +247,7 @@ def add_parts(parts: Tensor, out: Tensor) -> None:
         out.numel(),
         PARTS=parts.shape[0],
         BLOCK=block,
-        OVERLAP=True,
-        launch_pdl=True,
+        **overlapped(out, early=True),
         num_warps=block // 256,
     )
 
@@ -261,7 +259,15 @@ def tiles(rows: int) -> dict[str, int]:
 def compile_specs() -> list[CompileSpec]:
     specs = []
     for gated, rows, parts in ((False, 1, 1), (False, 8, 1), (True, 1, 8), (True, 8, 1)):
-        constexprs = {"source": None, "PICKED": False, "GATED": gated, "PARTS": parts, "OVERLAP": True, **tiles(rows)}
+        constexprs = {
+            "source": None,
+            "PICKED": False,
+            "GATED": gated,
+            "PARTS": parts,
+            "OVERLAP": True,
+            "EARLY": True,
+            **tiles(rows),
+        }
         types = {"x": "*bf16" if parts == 1 else "*fp32", "values": "*fp8e4nv", "scales": "*fp32"}
         types |= dict.fromkeys(("rows", "columns", "x_stride", "part_stride"), "i32")
         specs.append(
@@ -283,15 +289,15 @@ def compile_specs() -> list[CompileSpec]:
                 **pointers,
                 **dict.fromkeys(("rows", "columns", "x_stride"), "i32"),
                 "eps": "fp32",
-                **dict.fromkeys(("CHUNKS", "G", "OVERLAP"), "constexpr"),
+                **dict.fromkeys(("CHUNKS", "G", "OVERLAP", "EARLY"), "constexpr"),
             },
-            constexprs={"CHUNKS": 3, "G": _NORM_BLOCKS, "OVERLAP": True},
+            constexprs={"CHUNKS": 3, "G": _NORM_BLOCKS, "OVERLAP": True, "EARLY": True},
             num_warps=_NORM_WARPS,
             divisible_by_16=("x", "weight", "normed", "values", "columns", "x_stride"),
         )
     )
     for block in (256, 1024):
-        constexprs = {"PARTS": 16, "BLOCK": block, "OVERLAP": True}
+        constexprs = {"PARTS": 16, "BLOCK": block, "OVERLAP": True, "EARLY": True}
         signature = {"parts": "*fp32", "out": "*bf16", "numel": "i32", **dict.fromkeys(constexprs, "constexpr")}
         specs.append(
             CompileSpec(

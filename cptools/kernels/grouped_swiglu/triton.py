@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..block_fp8.triton import empty_rows, quantise_part, tiles
 from ..compile_spec import CompileSpec
+from ..dependent_launch import overlapped, wait_for_inputs
 
 TILE_ROWS = 128
 FIELDS = 3
@@ -60,11 +60,10 @@ def prepare_kernel(
     R: tl.constexpr,
     G: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The first programs list tiles, the others quantise rows; either may be none."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_inputs(OVERLAP, EARLY)
     part = tl.program_id(0)
     if part < list_parts:
         list_tiles(counts, table, total, experts, part, ROWS, EP, TILES)
@@ -110,8 +109,7 @@ def prepare(
         TILES=_TILES,
         PICKED=source is not None,
         **tile,
-        OVERLAP=True,
-        launch_pdl=True,
+        **overlapped(x, early=True),
     )
     return table, total, most, values, scales
 
@@ -119,7 +117,15 @@ def prepare(
 def compile_specs() -> list[CompileSpec]:
     specs = []
     for picked, rows in ((False, 1), (False, 8), (True, 8)):
-        constexprs = {"ROWS": TILE_ROWS, "EP": 256, "TILES": _TILES, "PICKED": picked, "OVERLAP": True, **tiles(rows)}
+        constexprs = {
+            "ROWS": TILE_ROWS,
+            "EP": 256,
+            "TILES": _TILES,
+            "PICKED": picked,
+            "OVERLAP": True,
+            "EARLY": True,
+            **tiles(rows),
+        }
         pointers = {"counts": "*i32", "table": "*i32", "total": "*i32", "x": "*bf16", "source": "*i64"}
         pointers |= {"values": "*fp8e4nv", "scales": "*fp32"}
         integers = ("experts", "list_parts", "rows", "columns", "x_stride", "row_parts")
