@@ -132,15 +132,19 @@ def test_no_rows_and_refusals() -> None:
     assert "other is not" in str(choose_grouped_swiglu(x, gate_up, down.dequantise()).fallback_reason)
 
 
-def test_the_width_of_the_model_and_many_experts() -> None:
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_the_width_of_the_model_and_many_experts(kind) -> None:
     """More jobs than programs, and an odd number of blocks in the last part of the outputs."""
     experts, hidden, width = 70, 6144 + 128, 512
     torch.manual_seed(4)
-    gate_up = BlockFP8.quantise(torch.randn(experts, 2 * width, hidden, device=CUDA) * hidden**-0.5)
-    down = BlockFP8.quantise(torch.randn(experts, hidden, width, device=CUDA) * width**-0.5)
+    gate_up = torch.randn(experts, 2 * width, hidden, device=CUDA) * hidden**-0.5
+    down = torch.randn(experts, hidden, width, device=CUDA) * width**-0.5
+    weights = (gate_up.bfloat16(), down.bfloat16())
+    if kind == "fp8":
+        weights = (BlockFP8.quantise(gate_up), BlockFP8.quantise(down))
     counts = torch.randint(0, 150, (experts,), device=CUDA).tolist()
     x = torch.randn(sum(counts), hidden, device=CUDA).bfloat16()
-    check(x, counts, (gate_up, down))
+    check(x, counts, weights)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])

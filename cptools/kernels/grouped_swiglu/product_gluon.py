@@ -135,15 +135,18 @@ def multiply_bf16(tiles, step_range, turn, WHICH: gl.constexpr, STAGES: gl.const
     x_tiles, w_tiles, full, free = tiles
     first = gl.zeros([HALF, SLICE], gl.float32, BF16_SUMS)
     second = gl.zeros([HALF, SLICE], gl.float32, BF16_SUMS)
-    for _ in range(step_range):
+    for step in range(step_range):
         slot = turn % STAGES
         mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
         rows_here = x_tiles.index(2 * slot + WHICH)
         first = warpgroup_mma(rows_here, w_tiles.index(2 * slot).permute((1, 0)), first, is_async=True)
         second = warpgroup_mma(rows_here, w_tiles.index(2 * slot + 1).permute((1, 0)), second, is_async=True)
-        first, second = warpgroup_mma_wait(0, deps=[first, second])
-        mbarrier.arrive(free.index(slot))
+        # The step before is done, this one goes on behind the next wait.
+        first, second = warpgroup_mma_wait(2, deps=[first, second])
+        mbarrier.arrive(free.index((turn + STAGES - 1) % STAGES), pred=step > 0)
         turn += 1
+    first, second = warpgroup_mma_wait(0, deps=[first, second])
+    mbarrier.arrive(free.index((turn + STAGES - 1) % STAGES))
     return first, second
 
 
