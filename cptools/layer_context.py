@@ -19,8 +19,9 @@ from .kernels.indexer_topk import IndexKeys, indexer_topk, indexer_topk_fp8
 from .kernels.paged_topk import paged_topk
 from .kernels.rowwise import RopeAngles
 from .kernels.selected_slots import selected_slots
+from .kernels.shard_candidates import chosen_positions, encode_candidates
 from .kernels.sparse_mla import sparse_mla, sparse_mla_decode, unpacked_rows
-from .kernels.topk_select import INVALID, decode_order, encode_order, merge_orders
+from .kernels.topk_select import merge_orders
 from .paged_rows import PagedRows
 from .partial import Partial, merge_partials
 from .step_rows import RowBlock
@@ -120,10 +121,8 @@ class LayerContext:
             page_size=pages.page_size,
         )
         if kv.world_size > 1:
-            order = encode_order(scores, kv.layout.position(kv.rank, positions.clamp(min=0)))
-            candidates = kv.gather_candidates(order.masked_fill_(positions < 0, INVALID))
-            _, positions = decode_order(merge_orders(candidates, k))
-            positions = _ascending(positions)
+            nominated = encode_candidates(positions, scores, layout=kv.layout, rank=kv.rank)
+            positions = chosen_positions(merge_orders(kv.gather_candidates(nominated), k))
         out.positions.copy_(positions)
         self._locate(decode.request_ids[rows], out)
 
