@@ -79,8 +79,8 @@ class ContextParallelKV:
 
     Args:
         cp: PCP split of prompt queries. kv: DCP split of rows; both bring their groups.
-        merge: LSE merge over kv's group with scatter="none" (every rank of a block needs all heads of all rows);
-            needed to decode over more than one rank.
+        merge: LSE merge over kv's group with scatter="none" (every rank of a block needs all heads of all rows), or
+            "heads" where each has heads of its own; needed to decode over more than one rank.
         mla, index: row formats. num_layers: layers with MLA rows; index_layers: those that also have index rows.
         num_pages: pages of each layer on this rank.
         decode_parts: with one DCP rank, decode attention is summed in as many parts as this many ranks would.

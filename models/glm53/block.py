@@ -98,7 +98,7 @@ def _attention(u: Tensor, layer: int, w: LayerWeights, run: Pass) -> Tensor:
                 if all_heads:
                     query = split.tp.gather_heads(query)
                 latent = context.attend(block, query, run.selected[rows], scale=config.softmax_scale)
-                if all_heads:
+                if latent.shape[1] > q_nope.shape[1]:
                     latent = split.tp.own_heads(latent)
             with span("output"):
                 outs.append(attention.output(latent, w.attention))

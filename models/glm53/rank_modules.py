@@ -39,10 +39,12 @@ class RankModules:
         sizes.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
         part = WeightSplit.of(sizes, parallel.coords)
         check_split(config, part)
+        # A rank needs its own heads of decode rows; where every rank has others, the merge gives it just these.
+        own_heads = sizes.pcp == 1 < sizes.tp == sizes.dcp
         return cls(
             cp=LoadBalancedCPShard(group=parallel.pcp),
             kv=RoundRobinKVShard(group=parallel.dcp, interleave=interleave, page_size=page_size),
-            merge=LSEMerge(group=parallel.dcp, scatter="none"),
+            merge=LSEMerge(group=parallel.dcp, scatter="heads" if own_heads else "none"),
             split=LayerSplit.over(parallel, config.n_routed_experts),
             part=part,
         )
