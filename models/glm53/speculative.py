@@ -90,7 +90,8 @@ class Continuing:
         """
         if max(plan.decode_query_lens, default=0) > draft_tokens + 1 or min(plan.decode_query_lens, default=1) < 1:
             raise ValueError(
-                f"decoding requests have {plan.decode_query_lens} rows, of which {draft_tokens} are drafts"
+                f"decoding requests have {plan.decode_query_lens} rows; draft_tokens={draft_tokens} allows 1 to "
+                f"{draft_tokens + 1}"
             )
         lens, contexts = plan.prompt.query_lens, plan.prompt.context_lens
         counts = torch.tensor([0 for _ in prompts] + [rows - 1 for rows in plan.decode_query_lens], dtype=torch.int64)
@@ -169,7 +170,7 @@ def draft(
     drawn; then no distributions need to be kept.
 
     Collective as one layer of the step, the gather of the ending prompts' last rows (PCP), and k - 1 times one layer of
-    R decode rows. No sync, except with ep > 1.
+    R decode rows. Copies what the host knows of the prompts to the device; else no sync, except with ep > 1.
 
     Raises ValueError, on all ranks alike, without an MTP layer, if a request of the step has gone on, or if numbers do
     not fit.
