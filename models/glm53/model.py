@@ -277,8 +277,9 @@ class GLM53:
 
     def decode_round(
         self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor, sampling: SamplingRows
-    ) -> tuple[Verified, Tensor]:
-        """A round of R requests with k drafts each: what became of the drafts, and new ones int64 [R, k].
+    ) -> tuple[Verified, Tensor, Tensor]:
+        """A round of R requests with k drafts each: what became of the drafts, new ones int64 [R, k], and the logits of
+        the rows float32 [R, k + 1, vocab].
 
         ids: int64 [R, k + 1], the last token of each and its drafts, which were the most likely ones. rows: those of
         ids. sampling: of the R requests. Collective and without a sync as `decode_hidden`, and as capturable.
@@ -289,7 +290,8 @@ class GLM53:
         first = rows.kv_lens.view(requests, each)[:, 0]
         counts = torch.where(first > 0, each - 1, 0)  # none of padding
         verified = verify_drafts(logits, ids[:, 1:], sampling, first, counts=counts)
-        return verified, draft_decode(self, cache, rows, hidden, verified, sampling, most_likely=True).tokens
+        drafts = draft_decode(self, cache, rows, hidden, verified, sampling, most_likely=True)
+        return verified, drafts.tokens, logits
 
     def prompt_logits(self, result: StepResult) -> Tensor:
         """Logits of all prompt rows of a step, float32 [T, vocab] in packed order on every rank. Collective (PCP)."""

@@ -30,6 +30,7 @@ from cptools.kernels.sampling import Sampling, SamplingRows, sample
 from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
+from .answers import AnswerRows
 from .decode_inputs import DecodeInputs
 from .paged_model import Cache, PagedModel, Result
 from .request_rows import RequestRows
@@ -63,6 +64,7 @@ class ModelRunner(Generic[Cache, Result]):
         max_requests: open at once.
         max_tokens: most cached tokens of a request, at most the model's positions.
         draft_tokens: drafts k of the model that are verified with each token.
+        logprobs: bring the log-probability of each token, and the n most likely ones; None for neither.
         batch_sizes: decoding requests that graphs are captured for; a batch takes the smallest that holds it.
         table_blocks: widths of block tables, in pages, that graphs are captured for.
         graphs: capture decode; None where the model allows. False calls the same functions on the same buffers.
@@ -81,6 +83,7 @@ class ModelRunner(Generic[Cache, Result]):
         max_requests: int,
         max_tokens: int,
         draft_tokens: int = 0,
+        logprobs: int | None = None,
         batch_sizes: Iterable[int] | None = None,
         table_blocks: Iterable[int] | None = None,
         graphs: bool | None = None,
@@ -90,6 +93,8 @@ class ModelRunner(Generic[Cache, Result]):
         require_int("max_requests", max_requests, minimum=1)
         require_int("steps_ahead", steps_ahead, minimum=1)
         require_int("draft_tokens", draft_tokens, minimum=0)
+        if logprobs is not None:
+            require_int("logprobs", logprobs, minimum=0)
         if not 1 <= require_int("max_tokens", max_tokens) <= model.max_positions:
             raise ValueError(f"max_tokens={max_tokens} is outside [1, {model.max_positions}], the model's positions")
         if graphs and not model.capturable:
@@ -106,10 +111,12 @@ class ModelRunner(Generic[Cache, Result]):
         self._inputs = {
             size: DecodeInputs(size, self._new_pages, self.state.padding, device) for size in self.batch_sizes
         }
+        self._answers = AnswerRows(draft_tokens + 1, logprobs)
         self._ring = HostRing(
             steps_ahead,
             staging=self._inputs[self.batch_sizes[-1]].buffer.numel(),
-            landing=(2 * max_requests, draft_tokens + 1),
+            rows=2 * max_requests,
+            answers=self._answers,
             device=device,
             arrived=self._arrived,
         )
@@ -176,13 +183,13 @@ class ModelRunner(Generic[Cache, Result]):
             first = [request for request in prompts if request in set(ending)]
             with self.span("prompts"):
                 result = self.model.step(self.cache, prompts=prompts)
-                tokens = self._first_tokens(result, prompts, first, following or {})
-                landing[: len(first)].copy_(tokens, non_blocking=True)
+                answers = self._first_tokens(result, prompts, first, following or {})
+                landing[: len(first)].copy_(answers, non_blocking=True)
         if decodes or self.model.lockstep:
             shape = self._shape(decodes)
             with self.span(f"decode {shape.requests}"):
-                tokens = self._decode(shape, staging, decodes)
-                landing[len(first) : len(first) + len(decodes)].copy_(tokens[: len(decodes)], non_blocking=True)
+                answers = self._decode(shape, staging, decodes)
+                landing[len(first) : len(first) + len(decodes)].copy_(answers[: len(decodes)], non_blocking=True)
             for request in decodes:
                 lengths[request] += each
         self._decoding.update(first)
@@ -231,16 +238,18 @@ class ModelRunner(Generic[Cache, Result]):
     def _first_tokens(
         self, result: Result, prompts: Mapping[int, Sequence[int]], ending: Sequence[int], following: Mapping[int, int]
     ) -> Tensor:
-        """Sample the first tokens of prompts that end, and put their rows on the device: int64 [ending, k + 1], -1 for
-        drafts. Copies to the device."""
+        """Sample the first tokens of prompts that end, and put their rows on the device: their answers. Copies to the
+        device."""
         device, rows = self.model.device, [self._rows[request] for request in ending]
         places = [list(prompts).index(request) for request in ending]
         tokens = torch.empty(0, dtype=torch.int64, device=device)
+        answers = tokens.view(0, self._answers.width)
         if ending:
             lengths = torch.tensor([self.cache.lengths[request] for request in ending]).to(device)
             settings = SamplingRows.of([self._settings[request] for request in ending], device)
             logits = self.model.last_logits(result)[torch.tensor(places).to(device)]
             tokens = sample(logits, settings, lengths)
+            answers = self._answers.encode(tokens.unsqueeze(1), logits.unsqueeze(1))
             where = torch.tensor(rows).to(device)
             self.state.tokens[where] = tokens
             self.state.lengths[where] = lengths
@@ -251,7 +260,7 @@ class ModelRunner(Generic[Cache, Result]):
             drafts = self.model.draft_prompts(result, next_ids, places, tokens, self.draft_tokens)
             if ending:
                 self.state.drafts[where] = drafts
-        return torch.nn.functional.pad(tokens.unsqueeze(1), (0, self.draft_tokens), value=-1)
+        return answers
 
     def _arrived(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Rejected drafts no longer count."""
@@ -299,7 +308,7 @@ class ModelRunner(Generic[Cache, Result]):
             self.graphs.record(shape, lambda: self._decode_rows(shape))
 
     def _decode_rows(self, shape: _Shape) -> Tensor:
-        """The graph: all between the integers of `DecodeInputs` and new tokens, int64 [requests, k + 1], then -1."""
+        """The graph: all between the integers of `DecodeInputs` and those of `AnswerRows`."""
         inputs, state, model, cache = self._inputs[shape.requests], self.state, self.model, self.cache.kv
         state.tables.index_put_((inputs.table_rows, inputs.table_columns), inputs.table_pages)
         contexts = state.lengths[inputs.rows]
@@ -309,16 +318,16 @@ class ModelRunner(Generic[Cache, Result]):
         sampling = state.sampling(inputs.rows, greedy=shape.greedy, truncated=shape.truncated)
         # Padding writes into its own row, several times the same length and any tokens.
         if self.draft_tokens:
-            verified, drafts = model.decode_round(cache, rows, ids, sampling)
+            verified, drafts, logits = model.decode_round(cache, rows, ids, sampling)
             tokens, last = verified.tokens, verified.accepted
             state.drafts.index_put_((inputs.rows,), drafts)
         else:
-            hidden = model.decode_hidden(cache, rows, ids.flatten())
-            tokens = sample(model.logits(hidden), sampling, rows.kv_lens).unsqueeze(1)
+            logits = model.logits(model.decode_hidden(cache, rows, ids.flatten())).unsqueeze(1)
+            tokens = sample(logits.squeeze(1), sampling, rows.kv_lens).unsqueeze(1)
             last = torch.zeros_like(contexts)
         state.tokens.index_put_((inputs.rows,), tokens.gather(1, last.unsqueeze(1)).squeeze(1))
         state.lengths.index_put_((inputs.rows,), torch.where(contexts < 0, -1, contexts + last + 1))
-        return tokens
+        return self._answers.encode(tokens, logits)
 
 
 def _steps(name: str, given: Iterable[int] | None, most: int, usual: Sequence[int]) -> list[int]:

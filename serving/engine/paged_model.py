@@ -79,6 +79,7 @@ class PagedModel(Protocol[Cache, Result]):
 
     def decode_round(
         self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor, sampling: SamplingRows
-    ) -> tuple[Verified, Tensor]:
+    ) -> tuple[Verified, Tensor, Tensor]:
         """A round of R requests with k drafts each: ids int64 [R, k + 1], the last token and its drafts, in as many
-        rows a request -> what became of the drafts, and new ones int64 [R, k]. Only with k > 0."""
+        rows a request -> what became of the drafts, new ones int64 [R, k], and the logits of the rows float32
+        [R, k + 1, vocab]. Only with k > 0."""

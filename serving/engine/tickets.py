@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .answers import AnswerRows, TokenLogprob
+
 
 class StepTicket:
     """The tokens of one step, on their way to the host."""
@@ -15,14 +17,17 @@ class StepTicket:
         self,
         requests: Sequence[int],
         decoded: Sequence[int],
+        answers: AnswerRows,
         landing: Tensor,
         event: torch.cuda.Event | None,
         arrived: Callable[[dict[int, list[int]]], None],
     ) -> None:
         self.requests = tuple(requests)
         """Requests that get tokens from the step."""
-        self._decoded, self._landing, self._event, self._arrived = tuple(decoded), landing, event, arrived
+        self._decoded, self._answers, self._landing = tuple(decoded), answers, landing
+        self._event, self._arrived = event, arrived
         self._tokens: dict[int, list[int]] | None = None
+        self._logprobs: dict[int, list[TokenLogprob]] = {}
 
     def ready(self) -> bool:
         """Whether `tokens` would not wait."""
@@ -33,11 +38,16 @@ class StepTicket:
         if self._tokens is None:
             if self._event is not None:
                 self._event.synchronize()
-            rows = self._landing[: len(self.requests)].tolist()
-            known = ([token for token in row if token >= 0] for row in rows)
-            self._tokens = dict(zip(self.requests, known, strict=True))
+            tokens, logprobs = self._answers.decode(self._landing[: len(self.requests)])
+            self._tokens = dict(zip(self.requests, tokens, strict=True))
+            self._logprobs = dict(zip(self.requests, logprobs, strict=True))
             self._arrived({request: self._tokens[request] for request in self._decoded})
         return self._tokens
+
+    def logprobs(self) -> dict[int, list[TokenLogprob]]:
+        """Of the new tokens of each request; empty lists unless the runner was asked for them. Waits as `tokens`."""
+        self.tokens()
+        return self._logprobs
 
 
 class HostRing:
@@ -46,7 +56,7 @@ class HostRing:
     Asking for more steps ahead than the depth waits for the oldest of them.
 
     Args:
-        staging: integers that a step is fed. landing: (rows, columns) that it answers, a row a request, -1 for nothing.
+        staging: integers that a step is fed. rows: requests that it answers, at most. answers: what it answers to each.
         arrived: told the tokens of the requests that decoded in a step when they are first read.
     """
 
@@ -55,16 +65,17 @@ class HostRing:
         depth: int,
         *,
         staging: int,
-        landing: tuple[int, int],
+        rows: int,
+        answers: AnswerRows,
         device: torch.device,
         arrived: Callable[[dict[int, list[int]]], None],
     ) -> None:
-        self._on_gpu, self._arrived = device.type == "cuda", arrived
+        self._on_gpu, self._answers, self._arrived = device.type == "cuda", answers, arrived
 
         def buffers(*shape: int) -> list[Tensor]:
             return [torch.empty(shape, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(depth)]
 
-        self._staging, self._landing = buffers(staging), buffers(*landing)
+        self._staging, self._landing = buffers(staging), buffers(rows, answers.width)
         self._tickets: list[StepTicket | None] = [None] * depth
         self._next = 0
 
@@ -83,7 +94,7 @@ class HostRing:
         if self._on_gpu:
             event = torch.cuda.Event()
             event.record()
-        ticket = StepTicket([*first, *decoded], decoded, self._landing[self._next], event, self._arrived)
+        ticket = StepTicket([*first, *decoded], decoded, self._answers, self._landing[self._next], event, self._arrived)
         self._tickets[self._next] = ticket
         self._next = (self._next + 1) % len(self._tickets)
         return ticket

@@ -9,7 +9,7 @@ import torch
 
 from cptools.kernels.sampling import Sampling
 from models.glm53 import GLM53
-from serving.engine import ModelRunner
+from serving.engine import ModelRunner, TokenLogprob
 from tests.checkpoints import KDIM, random_prompts, save_random
 
 pytestmark = pytest.mark.gpu
@@ -35,12 +35,13 @@ def runner_of(model: GLM53, *, graphs: bool, draft_tokens: int = 0) -> ModelRunn
         batch_sizes=[2, 6],
         table_blocks=[8, 33],
         draft_tokens=draft_tokens,
+        logprobs=4,
         graphs=graphs,
     )
 
 
-def schedule(runner: ModelRunner, steps: int) -> Iterator[dict[int, list[int]]]:
-    """Requests of random lengths come and go, some greedy, some drawn: tokens of each step, one step late."""
+def schedule(runner: ModelRunner, steps: int) -> Iterator[dict[int, list[TokenLogprob]]]:
+    """Requests of random lengths come and go, some greedy, some drawn: the tokens of each step, one step late."""
     generator = torch.Generator().manual_seed(0)
 
     def below(n: int) -> int:
@@ -60,10 +61,10 @@ def schedule(runner: ModelRunner, steps: int) -> Iterator[dict[int, list[int]]]:
             live.append(request)
         following = runner.step(prompts=prompts, ending=list(prompts), decodes=decodes)
         if ticket is not None:
-            yield ticket.tokens()
+            yield ticket.logprobs()
         ticket = following
     assert ticket is not None
-    yield ticket.tokens()
+    yield ticket.logprobs()
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])
