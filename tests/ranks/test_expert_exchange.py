@@ -37,7 +37,8 @@ def _routed(rank: int, tokens: int, router: str) -> Tensor:
 
 def _named_rows(rank: int, tokens: int, dtype: torch.dtype) -> Tensor:
     """Each row says whose it is: rank, token, and three more columns."""
-    return torch.stack([torch.tensor([rank, token, 7, -token, 1]) for token in range(tokens)]).to(dtype)
+    token = torch.arange(tokens)
+    return torch.stack([torch.full((tokens,), rank), token, token + 7, -token, token % 3], dim=1).to(dtype)
 
 
 def _outputs(rows: Tensor, experts: Tensor) -> Tensor:
@@ -53,20 +54,19 @@ def exchange_everything(rank: int, world_size: int) -> list[dict[str, int]]:
         for router in ROUTERS:
             for dtype in (torch.float32, torch.bfloat16):
                 tokens = counts[:world_size]
-                rows = [_named_rows(r, n, dtype) if n else torch.empty(0, 5, dtype=dtype) for r, n in enumerate(tokens)]
-                routed = [_routed(r, n, router) if n else torch.empty(0, COLUMNS).long() for r, n in enumerate(tokens)]
+                rows = [_named_rows(r, n, dtype) for r, n in enumerate(tokens)]
+                routed = [_routed(r, n, router) for r, n in enumerate(tokens)]
                 with CollectiveCounter() as seen:
                     sent = exchange.dispatch(rows[rank], routed[rank])
                     local = torch.repeat_interleave(torch.tensor(exchange.local_experts), sent.counts)
                     back = exchange.results(_outputs(sent.rows, local), sent)[sent.slots]
                 issued.append(dict(seen.counts))
                 want = [
-                    row
+                    rows[r][(routed[r] == expert).any(1)]
                     for expert in exchange.local_experts
                     for r in range(world_size)
-                    for row in rows[r][(routed[r] == expert).any(1)]
                 ]
-                assert torch.equal(sent.rows, torch.stack(want) if want else torch.empty(0, 5, dtype=dtype))
+                assert torch.equal(sent.rows, torch.cat(want))
                 every = torch.cat(routed).flatten()
                 assert sent.counts.tolist() == [int((every == e).sum()) for e in exchange.local_experts]
                 assert back.shape == (tokens[rank], COLUMNS, 5)
