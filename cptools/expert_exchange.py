@@ -28,7 +28,7 @@ from cptools.kernels.expert_routing import group_by_expert
 
 @dataclass(frozen=True, eq=False)
 class ExpertRows:
-    """Rows routed to this rank's experts, and the way back. Made by `ExpertExchange.dispatch`."""
+    """Rows routed to this rank's experts, and the way back. Made by `ExpertExchange.dispatch`, or `own_rows`."""
 
     rows: Tensor
     """[P, D], grouped: those of this rank's first expert, then of its second, and so on. Within an expert by source

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cptools.expert_exchange import ExpertExchange
+from cptools import ExpertExchange
 from cptools.kernels import expert_routing
 from cptools.kernels.grouped_swiglu import dense_swiglu, grouped_swiglu
 from cptools.kernels.rowwise import linear

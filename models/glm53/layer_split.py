@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cptools import ParallelGroups
-from cptools.expert_exchange import ExpertExchange
-from cptools.lockstep import Lockstep
-from cptools.shared_rows import SharedRows
+from cptools import ExpertExchange, Lockstep, ParallelGroups, SharedRows, TensorParallel
 from cptools.step_plan import StepPlan
-from cptools.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, eq=False)
