@@ -13,7 +13,7 @@ _TILE_OUTPUTS = 256
 _STEP_US = 1.0  # 32 KB of the matrix for each SM
 _JOB_STEPS = 2  # what beginning and ending a job costs
 _ADD_US = 2.0
-_ADD_BYTES_PER_US = 3e6
+_ADD_BYTES_PER_US = 2e6
 _MAX_PARTS = 32
 
 
