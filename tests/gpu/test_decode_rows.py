@@ -87,7 +87,10 @@ def test_step_equals_the_cpu(per_request: int) -> None:
     reference.cache.index_rows.pages.copy_(problem.cache.index_rows.pages)
     reference.latent_norm = problem.latent_norm.cpu().float()
     reference.key_norm = tuple(x.cpu().float() for x in problem.key_norm)
-    given = {name: value.cpu().float() for name, value in buffers.given.items()}
+    # Index queries are rotated in the dtype that they come in, and FP8 would turn another rounding into other scores.
+    given = {
+        name: value.cpu() if name == "index_query" else value.cpu().float() for name, value in buffers.given.items()
+    }
     rows = DecodeRows.of_buffers(
         reference.cache.kv, buffers.contexts.cpu(), buffers.tables.cpu(), per_request=per_request
     )
