@@ -224,7 +224,7 @@ def indexer_topk_fp8(
 
 def _takes_ring(chosen: str, query: Tensor, keys: IndexKeys, k: int, columns: int, workspace_bytes: int) -> bool:
     """Whether there are scores enough for several blocks, and room for two."""
-    if chosen != "gluon" or keys.page_size or k > MAX_K:
+    if chosen != "gluon" or keys.page_size or k > MAX_K or not columns:
         return False
     from .blocks_gluon import ring_of
 
