@@ -10,6 +10,8 @@ alike, and its experts' outputs are added on that rank in ascending order of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,14 +24,19 @@ from .config import GLM53Config
 from .layer_split import StepSplit
 from .weights import DenseFFNWeights, MoEWeights
 
-BLOCK_ROWS = 2048
-"""Rows of a rank that are routed at once: bounds what the experts' inputs and outputs take, see `ExpertExchange`."""
+CPU_BLOCK_ROWS = 2048
+GPU_BLOCK_ROWS = 8192
+"""Rows of a rank that are routed at once: bounds what the experts' inputs and outputs take, see `ExpertExchange`. Each
+block reads all experts' weights, which on a GPU take longer than the products of 2048 rows."""
+BLOCK_ROWS_ALONE = 8192
+"""The same where one rank has all experts. Each block reads nearly all matrices, so few blocks; at the dimensions of
+GLM-5.3 in BF16 inputs and outputs of a block take 0.8 GB each."""
 
 
 def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config, split: StepSplit) -> Tensor:
     """u [local rows, hidden] -> the same. Collective over TP and EP, also without rows.
 
-    With TP one sum. With EP, in a mixture, one exchange of each BLOCK_ROWS rows (of the rank that has most), and the
+    With TP one sum. With EP, in a mixture, one exchange of each block of rows (of the rank that has most), and the
     results all-gathered among the ranks that hold the rows alike; or, where `LayerSplit` says so, in steps of decode
     rows alone one sum over the experts' ranks, no sync, capturable.
     """
@@ -56,11 +63,17 @@ def route(u: Tensor, w: MoEWeights, config: GLM53Config) -> tuple[Tensor, Tensor
     )
 
 
+def _blocks(rows: int, device: torch.device) -> Iterator[slice]:
+    size = CPU_BLOCK_ROWS if device.type == "cpu" else GPU_BLOCK_ROWS
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
 def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExchange, *, most_rows: int) -> Tensor:
     """The routed experts' part of rows u [T, hidden]; T <= most_rows, a number that all ranks of the exchange share."""
     out = torch.empty_like(u)
-    for start in range(0, most_rows, BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
+    block_rows = BLOCK_ROWS_ALONE if exchange.world_size == 1 else BLOCK_ROWS
+    for start in range(0, most_rows, block_rows):
+        block = slice(start, start + block_rows)
         experts, gates = route(u[block], w, config)
         sent = exchange.dispatch(u[block], experts)
         results = exchange.results(grouped_swiglu(sent.rows, sent.counts, w.gate_up, w.down), sent)
@@ -71,8 +84,7 @@ def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExcha
 def _own_experts(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExchange) -> Tensor:
     """This rank's addend to the routed experts' part of rows u [T, hidden] that all ranks hold alike."""
     out = torch.empty_like(u)
-    for start in range(0, u.shape[0], BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
+    for block in _blocks(u.shape[0], u.device):
         experts, gates = route(u[block], w, config)
         own = exchange.own_rows(u[block], experts)
         outputs = grouped_swiglu(own.rows, own.counts, w.gate_up, w.down)
