@@ -27,10 +27,8 @@ from .weights import DenseFFNWeights, MoEWeights
 CPU_BLOCK_ROWS = 2048
 GPU_BLOCK_ROWS = 8192
 """Rows of a rank that are routed at once: bounds what the experts' inputs and outputs take, see `ExpertExchange`. Each
-block reads all experts' weights, which on a GPU take longer than the products of 2048 rows."""
-BLOCK_ROWS_ALONE = 8192
-"""The same where one rank has all experts. Each block reads nearly all matrices, so few blocks; at the dimensions of
-GLM-5.3 in BF16 inputs and outputs of a block take 0.8 GB each."""
+block reads all experts' weights, which on a GPU takes longer than the products of 2048
+rows; at the size of GLM-5.3 in BF16 the inputs and the outputs of 8192 take 0.8 GB each."""
 
 
 def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config, split: StepSplit) -> Tensor:
@@ -71,9 +69,7 @@ def _blocks(rows: int, device: torch.device) -> Iterator[slice]:
 def _routed(u: Tensor, w: MoEWeights, config: GLM53Config, exchange: ExpertExchange, *, most_rows: int) -> Tensor:
     """The routed experts' part of rows u [T, hidden]; T <= most_rows, a number that all ranks of the exchange share."""
     out = torch.empty_like(u)
-    block_rows = BLOCK_ROWS_ALONE if exchange.world_size == 1 else BLOCK_ROWS
-    for start in range(0, most_rows, block_rows):
-        block = slice(start, start + block_rows)
+    for block in _blocks(most_rows, u.device):
         experts, gates = route(u[block], w, config)
         sent = exchange.dispatch(u[block], experts)
         results = exchange.results(grouped_swiglu(sent.rows, sent.counts, w.gate_up, w.down), sent)

@@ -159,7 +159,8 @@ def _blocks(rank: int, world_size: int, path: str) -> Any:
     """A mixture in blocks of 7 rows: ranks have 5 and 4 of them, and the last of one is empty."""
     from unittest import mock
 
-    with ParallelGroups.from_world(ParallelConfig(pcp=2, ep=2)) as groups, mock.patch("models.glm53.ffn.CPU_BLOCK_ROWS", 7):
+    small_blocks = mock.patch("models.glm53.ffn.CPU_BLOCK_ROWS", 7)
+    with ParallelGroups.from_world(ParallelConfig(pcp=2, ep=2)) as groups, small_blocks:
         model = GLM53.from_pretrained(path, parallel=groups)
         logits = model.prefill_logits(random_prompts((57,), TINY.vocab_size)[0])
         with CollectiveCounter() as seen:
