@@ -128,4 +128,6 @@ def test_opcheck_of_linear() -> None:
         BlockFP8.quantise(torch.randn(130, 256, device=CUDA)),
     )
     operands = (rows.values, rows.scales.t(), weight.values, weight.scales, torch.bfloat16)
-    torch.library.opcheck(gluon.linear, operands)
+    # Its comparison of inputs before and after is not made for FP8.
+    without_schema = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(gluon.linear, operands, test_utils=without_schema)
