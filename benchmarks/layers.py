@@ -252,19 +252,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "weights_gb": torch.cuda.memory_allocated() / 1e9,
     }
     print(about, flush=True)
+    shapes = [(measure_prefill, *shape) for shape in prefill if not args.decode_only]
+    shapes += [(measure_decode, *shape) for shape in decode if not args.prefill_only]
     rows: list[dict[str, object]] = []
-    if not args.decode_only:
-        rows += [_shown(measure_prefill(model, cache, *shape)) for shape in prefill]
-    if not args.prefill_only:
-        rows += [_shown(measure_decode(model, cache, *shape)) for shape in decode]
-    if args.out is not None:
-        args.out.write_text("[\n" + ",\n".join(json.dumps({**row, **about}) for row in rows) + "\n]\n")
+    for measure, queries, context in shapes:
+        rows.append(measure(model, cache, queries, context))
+        print(line(rows[-1]), flush=True)
+        if args.out is not None:
+            # Again after each shape, so that a run cut short keeps what it has.
+            args.out.write_text("[\n" + ",\n".join(json.dumps({**row, **about}) for row in rows) + "\n]\n")
     return 0
-
-
-def _shown(row: dict[str, object]) -> dict[str, object]:
-    print(line(row), flush=True)
-    return row
 
 
 if __name__ == "__main__":
