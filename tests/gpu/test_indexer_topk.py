@@ -237,14 +237,16 @@ def hard_keys(kind: str, count: int) -> IndexKeys:
         keys.scales[::3] = math.nan
     elif kind == "last":
         keys.scales[:-3000] = 0.0
+    elif kind == "minus inf":
+        keys.scales[torch.rand(count, generator=generator(3), device="cuda") < 0.99] = math.inf
     return keys
 
 
-@pytest.mark.parametrize("kind", ["ties", "equal", "rising", "falling", "nan", "last"])
+@pytest.mark.parametrize("kind", ["ties", "equal", "rising", "falling", "nan", "last", "minus inf"])
 def test_blocks_give_the_best_of_the_scores(kind: str) -> None:
     rows, count = 259, 70000
     query, weights = exact_queries(rows, 32, seed=1)
-    weights = weights.abs() if kind in ("rising", "falling") else weights
+    weights = {"rising": weights.abs(), "falling": weights.abs(), "minus inf": -weights.abs()}.get(kind, weights)
     keys = hard_keys(kind, count)
     lens = torch.linspace(0, 60000, rows, device="cuda").long()
     lens[-150:] = 69980

@@ -2,8 +2,8 @@
 
 Blocks of scores stand in a ring: two streams score blocks in turn, so that the next one's programs follow on the last
 ones of its predecessor, and a third one of higher priority selects, to free a block soon. So no launch waits for the
-tail of another. A row is selected from whole, so that no distribution of
-scores needs care.
+tail of another. Scores stand in groups beside their maxima, so that a selection reads few of them. A row is selected
+from whole, so that no distribution of scores needs care.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..topk_select.triton import REGISTERS, RowSelection
-from .gluon import TILE, ContiguousScores
+from ..topk_select.grouped_triton import GROUP, SPAN, GroupedSelection
+from .grouped_gluon import GroupedScores
 
-_GROUP = 4  # rows that a program scores at most
+_ROWS = 4  # rows that a program scores at most
 _BLOCK_SCORES = 16 << 20
 _BLOCK_GROUPS = 10  # at least, where two blocks of so many fit: short launches cost more than a shallow ring
 _SLOTS = 4
@@ -23,16 +23,17 @@ _BYTES = 4
 
 def ring_of(rows: int, columns: int, workspace_bytes: int) -> tuple[int, int]:
     """(blocks, rows of each) whose scores fit the workspace; (0, 0) if two groups of rows do not."""
-    group_bytes = _GROUP * _BYTES * row_stride(columns)
+    group_scores = _ROWS * row_stride(columns)
+    group_bytes = group_scores // GROUP * (GROUP + 1) * _BYTES
     fit = workspace_bytes // group_bytes
-    wanted = max(_BLOCK_GROUPS, _BYTES * _BLOCK_SCORES // group_bytes)
-    block = min(wanted, max(1, fit // 2), -(-rows // _GROUP))
+    wanted = max(_BLOCK_GROUPS, _BLOCK_SCORES // group_scores)
+    block = min(wanted, max(1, fit // 2), -(-rows // _ROWS))
     slots = min(_SLOTS, fit // max(block, 1))
-    return (slots, block * _GROUP) if slots > 1 else (0, 0)
+    return (slots, block * _ROWS) if slots > 1 else (0, 0)
 
 
 def row_stride(columns: int) -> int:
-    return -(-columns // TILE) * TILE
+    return -(-columns // SPAN) * SPAN
 
 
 @torch.library.custom_op("cptools::indexer_topk_gluon", mutates_args=())
@@ -59,28 +60,29 @@ def topk(
     slots, block = ring_of(rows, columns, workspace_bytes)
     slots = min(slots, -(-rows // block))
     ring = torch.empty(slots, block, row_stride(columns), dtype=torch.float32, device=device)
+    tops = torch.empty(slots, block, row_stride(columns) // GROUP, dtype=torch.float32, device=device)
     # All memory is the current stream's: the others are joined before any of it can be taken again.
     with torch.cuda.device(device):
         main = torch.cuda.current_stream()
         scorers = main, torch.cuda.Stream()
         selector = torch.cuda.Stream(priority=-1)
-        score = ContiguousScores(
+        score = GroupedScores(
             keys, scales, heads=query.shape[1], rows=block, columns=columns, starts=starts is not None
         )
-        select = RowSelection(block, columns, k, sorted_by, device, lengths=True, registers=REGISTERS)
+        select = GroupedSelection(block, columns, k, sorted_by, device)
         scorers[1].wait_stream(main)
         selector.wait_stream(main)
         freed: list[torch.cuda.Event] = []
         for number, start in enumerate(range(0, rows, block)):
             part = slice(start, min(start + block, rows))
             scorer = scorers[number % 2]
-            scores = ring[number % slots, : part.stop - start, :columns]
+            scores, maxima = (buffer[number % slots, : part.stop - start] for buffer in (ring, tops))
             if number >= slots:
                 scorer.wait_event(freed[number - slots])
             some = None if starts is None else starts[part]
-            score(scorer, scores, query[part], weights[part], some, lens[part])
+            score(scorer, scores, maxima, query[part], weights[part], some, lens[part])
             selector.wait_event(scorer.record_event())
-            select(selector, positions[part], chosen[part], scores, lens[part])
+            select(selector, positions[part], chosen[part], scores, maxima, lens[part])
             freed.append(selector.record_event())
         main.wait_stream(scorers[1])
         main.wait_stream(selector)

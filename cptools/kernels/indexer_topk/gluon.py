@@ -25,9 +25,11 @@ TILE = 64
 """Keys of one product; pages hold a multiple of it."""
 DEPTH = 128
 """Width of queries and keys, bytes."""
-_WIDTH = 128  # columns of one product
+WIDTH = 128
+"""Columns of one product."""
 _STAGES = 4
-_LAUNCH = {"num_warps": 4, "maxnreg": 128}  # four programs an SM
+LAUNCH: dict[str, int] = {"num_warps": 4, "maxnreg": 128}
+"""Four programs an SM."""
 _RESIDENT = 528  # four programs on each of 132 SMs
 _OVERLAP_FROM = _RESIDENT
 _CONTIGUOUS_TILES = 64
@@ -36,7 +38,7 @@ _PAGED_TILES = 8  # memory rules, and many short programs keep it busy to the en
 
 def queries_a_program(queries: int, heads: int) -> int:
     """How many of the queries that share their keys one program scores."""
-    most = _WIDTH // heads
+    most = WIDTH // heads
     return min(most, 1 << (queries - 1).bit_length())
 
 
@@ -105,7 +107,7 @@ def scores_into(
         STAGES=_STAGES,
         OVERLAP=overlap,
         launch_pdl=overlap,
-        **_LAUNCH,
+        **LAUNCH,
     )
 
 
@@ -135,7 +137,7 @@ class ContiguousScores:
         self, keys: Tensor, scales: Tensor, *, heads: int, rows: int, columns: int, starts: bool, first: int = 0
     ) -> None:
         # Whatever the rows: a score's bits depend on its query and its key alone.
-        self._together = _WIDTH // heads
+        self._together = WIDTH // heads
         self._tiles = tiles_a_program(triton.cdiv(rows, self._together), columns, _CONTIGUOUS_TILES)
         self._keys = TensorDescriptor.from_tensor(keys, [TILE, DEPTH], gl.NVMMASharedLayout(128, 8, 2))
         self._scales = scales
@@ -148,7 +150,7 @@ class ContiguousScores:
             "HAS_STARTS": starts,
             "STAGES": _STAGES,
         }
-        self._launch = Relaunched(contiguous_kernel, constants, **_LAUNCH)
+        self._launch = Relaunched(contiguous_kernel, constants, **LAUNCH)
 
     def __call__(
         self,
@@ -193,7 +195,7 @@ def _contiguous_spec(heads: int, queries: int, *, starts: bool = False) -> Compi
         },
         constexprs=constexprs,
         gluon=True,
-        options={"maxnreg": _LAUNCH["maxnreg"]},
+        options={"maxnreg": LAUNCH["maxnreg"]},
         divisible_by_16=("query", "weights", "scales", "lens", "out"),
     )
 
@@ -217,7 +219,7 @@ def _paged_spec(heads: int, queries: int, page: int) -> CompileSpec:
         },
         constexprs=constexprs,
         gluon=True,
-        options={"maxnreg": _LAUNCH["maxnreg"]},
+        options={"maxnreg": LAUNCH["maxnreg"]},
         divisible_by_16=("query", "weights", "keys", "scales", "tables", "lens", "out", "key_page_stride"),
     )
 

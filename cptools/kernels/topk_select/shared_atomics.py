@@ -109,12 +109,13 @@ def _starts_asm() -> str:
     return "\n".join(lines)
 
 
-def _append_asm(pack: int) -> tuple[str, str]:
+def _append_asm(pack: int, *, grouped: bool = False) -> tuple[str, str]:
     """Keys of the scores above a threshold to the buffer: few pass, so a thread loops over those of its own that do.
 
-    Inputs: scores, positions, threshold, stop, address of the counter, row, buffer.
+    Inputs: scores, positions, threshold, stop, address of the counter, row, buffer. grouped: positions are places that
+    become positions, and those not below one more input leave an invalid key.
     """
-    score, place, threshold, stop, counter, row, buffer = (pack * (1 + i) for i in range(7))
+    score, place, threshold, stop, counter, row, buffer, length = (pack * (1 + i) for i in range(8))
     lines = [
         "{ .reg .pred p, q; .reg .b32 mask, slot, i, bits, pos, t; .reg .b64 a;",
         f".reg .b32 step<{pack.bit_length() - 1}>;",
@@ -139,18 +140,30 @@ def _append_asm(pack: int) -> tuple[str, str]:
     lines += [
         f"mad.wide.s32 a, pos, 4, ${row}; ld.global.b32 bits, [a];",
         "setp.nan.f32 q, bits, bits; add.f32 bits, bits, 0f00000000; selp.b32 bits, 0x7FC00000, bits, q;",
-        "shr.s32 t, bits, 31; and.b32 t, t, 0x7FFFFFFF; xor.b32 bits, bits, t; not.b32 pos, pos;",
+        "shr.s32 t, bits, 31; and.b32 t, t, 0x7FFFFFFF; xor.b32 bits, bits, t;"
+        f"{_position_text(length) if grouped else ''} not.b32 pos, pos;",
         f"mad.wide.s32 a, slot, 8, ${buffer}; st.global.v2.b32 [a], {{pos, bits}}; add.s32 slot, slot, 1;",
         "bra NEXT;",
         "DONE:",
         *(f"mov.b32 ${i}, 0;" for i in range(pack)),
         "}",
     ]
-    kinds = ["=&r", "r", "r", "r", "r", "r", "l", "l"]
+    kinds = ["=&r", "r", "r", "r", "r", "r", "l", "l", *("r" if grouped else "")]
     return "\n".join(lines), ",".join(kind for kind in kinds for _ in range(pack))
 
 
+def _position_text(length: int) -> str:
+    """pos becomes the position of that place; ~pos and bits become those of INVALID beyond the length."""
+    return f"""
+and.b32 i, pos, -512; bfe.u32 t, pos, 4, 3; or.b32 i, i, t; bfe.u32 t, pos, 2, 1; shl.b32 t, t, 3;
+or.b32 i, i, t; bfe.u32 t, pos, 7, 2; shl.b32 t, t, 4; or.b32 i, i, t; and.b32 t, pos, 3; shl.b32 t, t, 6;
+or.b32 i, i, t; bfe.u32 t, pos, 3, 1; shl.b32 t, t, 8; or.b32 pos, i, t;
+setp.ge.s32 q, pos, ${length}; @q mov.b32 pos, -1; @q mov.b32 bits, 0x80000000;
+"""
+
+
 _APPEND, _APPEND_CONSTRAINTS = (tl.constexpr(text) for text in _append_asm(8))
+_APPEND_GROUPED, _APPEND_GROUPED_CONSTRAINTS = (tl.constexpr(text) for text in _append_asm(8, grouped=True))
 _CLAIM, _CLAIM_CONSTRAINTS = (tl.constexpr(text) for text in _claim_asm(8))
 _FIND = tl.constexpr(_find_asm())
 _STARTS = tl.constexpr(_starts_asm())
@@ -249,6 +262,19 @@ def append_above(shared, buffer, row, scores, positions, threshold, stop):
         _APPEND,
         _APPEND_CONSTRAINTS,
         [scores, positions, threshold, stop, shared + _COUNTER, row.to(tl.int64), buffer.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=_CLAIM_PACK,
+    )
+
+
+@triton.jit
+def append_grouped(shared, buffer, row, scores, places, threshold, stop, length):
+    """`append_above` for scores in groups; places beyond the length leave INVALID."""
+    tl.inline_asm_elementwise(
+        _APPEND_GROUPED,
+        _APPEND_GROUPED_CONSTRAINTS,
+        [scores, places, threshold, stop, shared + _COUNTER, row.to(tl.int64), buffer.to(tl.int64), length],
         dtype=tl.int32,
         is_pure=False,
         pack=_CLAIM_PACK,

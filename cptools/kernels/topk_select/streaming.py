@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .narrowing import CAPACITY, cut
 from .order_keys import encode, float_below
-from .shared_atomics import append_above, claim, read_counter, set_counter, store_where
+from .shared_atomics import append_above, append_grouped, claim, read_counter, set_counter, store_where
 
 TILE = 4096
 """Scores that a program reads at a time; k + TILE must fit in CAPACITY."""
@@ -44,10 +44,13 @@ def bounds(order):
 
 
 @triton.jit
-def stream_scores(shared, buffer, row, start, stop, order, k, CUT: tl.constexpr):
+def stream_scores(
+    shared, buffer, row, start, stop, order, k, CUT: tl.constexpr, length=0, GROUPED: tl.constexpr = False
+):
     """Append the keys of scores of this order and above to the buffer: (their number, low, shift) for `narrow`.
 
     Where the buffer fills up, it is cut to the k best (CUT), or the rest is skipped and the number exceeds CAPACITY.
+    GROUPED: the scores stand as in `append_grouped`, whose length it is; places of a tile are positions of a tile.
     """
     set_counter(shared, 0)
     threshold = float_below(order)
@@ -70,7 +73,10 @@ def stream_scores(shared, buffer, row, start, stop, order, k, CUT: tl.constexpr)
         if start < stop:
             positions = start + tl.arange(0, _TILE)
             following = _load_tile(row, start + _TILE, stop, 0.0)
-            append_above(shared, buffer, row, tile, positions, threshold, stop)
+            if GROUPED:
+                append_grouped(shared, buffer, row, tile, positions, threshold, stop, length)
+            else:
+                append_above(shared, buffer, row, tile, positions, threshold, stop)
             tile = following
             bound += _TILE
             start += _TILE

@@ -19,14 +19,11 @@ from torch import Tensor
 
 from ..compile_spec import CompileSpec
 from ..relaunch import Relaunched
-from .narrowing import CAPACITY, MAX_K, cut, narrow, sampled_order
-from .order_keys import score_of
-from .ranking import ranked
-from .shared_atomics import WARPS, claim, set_counter, shared_base, store_where
+from .narrowing import CAPACITY, sampled_order
+from .results import SORTED_BY, store_best
+from .shared_atomics import WARPS, shared_base
 from .streaming import TILE, bounds, copy_scores, stream_keys, stream_scores
 
-SORTED_BY = ("none", "score", "position")
-"""By the number that kernels know them by."""
 JOIN_SIZES = (8, 32, 128)
 MAX_CHUNKS = JOIN_SIZES[-1]
 PROGRAMS_PER_SM = 2
@@ -35,9 +32,7 @@ REGISTERS = 64
 
 _TILE = tl.constexpr(TILE)
 _CAPACITY = tl.constexpr(CAPACITY)
-_MAX_K = tl.constexpr(MAX_K)
 _INVALID = tl.constexpr(-(2**63))
-_BY_POSITION = tl.constexpr(2)
 _NO_ORDER = tl.constexpr(-(2**31))
 _ALL = tl.constexpr(53)
 
@@ -93,12 +88,6 @@ def _split_rows(
     tl.store(counts + segment + index, count)
 
 
-@triton.jit
-def _store_decoded(positions, scores, keys, flag):
-    store_where(positions, ((~keys) & 0xFFFFFFFF).to(positions.dtype.element_ty), flag)
-    store_where(scores, score_of((keys >> 32).to(tl.int32)), flag)
-
-
 @triton.jit(do_not_specialize=["rows", "columns", "k", "chunks"])
 def _select_rows(
     source,
@@ -147,31 +136,7 @@ def _select_rows(
                     count, low, shift = stream_scores(shared, buffer, row, 0, length, order, k, CUT=True)
                     margin *= 4.0
         positions, chosen_scores = out_positions + index.to(tl.int64) * k, out_scores + index.to(tl.int64) * k
-        valid = tl.minimum(count, k)
-        places = tl.arange(0, _MAX_K)
-        if SORTED > 0:
-            if count > k:
-                cut(shared, buffer, count, k, low, shift)
-            keys, ranks = ranked(shared, buffer, valid, SORTED == _BY_POSITION)
-            if KEYS:
-                store_where(positions + ranks, keys, ranks < k)
-            else:
-                _store_decoded(positions + ranks, chosen_scores + ranks, keys, ranks < valid)
-        else:
-            floor = tl.full((), _INVALID, tl.int64)
-            if count > k:
-                _low, floor, _missing = narrow(shared, buffer, count, k, low, shift)
-            set_counter(shared, 0)
-            for start in tl.range(0, count, _TILE):
-                slots = start + tl.arange(0, _TILE)
-                keys = tl.load(buffer + slots, mask=slots < count, other=_INVALID)
-                chosen = keys > floor
-                taken = claim(shared, chosen)
-                _store_decoded(positions + taken, chosen_scores + taken, keys, chosen)
-        if not KEYS:
-            unused = (places >= valid) & (places < k)
-            tl.store(positions + places, tl.full((_MAX_K,), -1, positions.dtype.element_ty), mask=unused)
-            tl.store(chosen_scores + places, tl.full((_MAX_K,), float("-inf"), tl.float32), mask=unused)
+        store_best(shared, buffer, count, low, shift, k, positions, chosen_scores, KEYS, SORTED)
         tl.debug_barrier()
 
 
@@ -258,8 +223,7 @@ def parts_of(chunks: int) -> int:
 class RowSelection:
     """`topk_select` of up to so many rows at a time, on a stream of the current device and into results given.
 
-    What it needs beside them it keeps, so that its launches must follow one another. registers: of a thread; by default
-    many if programs are few.
+    What it needs beside them it keeps, so that its launches must follow one another.
     """
 
     def __init__(
@@ -271,7 +235,6 @@ class RowSelection:
         device: torch.device,
         *,
         lengths: bool,
-        registers: int | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._k, self._columns = k, columns
@@ -294,7 +257,7 @@ class RowSelection:
             "PARTS": parts_of(self._chunks),
             "SORTED": SORTED_BY.index(sorted_by),
         }
-        maxnreg = registers or registers_of(self._programs, processors)
+        maxnreg = registers_of(self._programs, processors)
         self._select = Relaunched(_select_rows, constants, num_warps=WARPS, num_stages=1, maxnreg=maxnreg)
 
     def __call__(
