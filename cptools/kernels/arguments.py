@@ -15,6 +15,7 @@ from ..integers import require_int
 INTEGERS = (torch.int64, torch.int32)
 """Dtypes of indices. Narrower ones are left out: torch takes uint8 and bool for masks."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS_AND_DOUBLE = (*FLOATS, torch.float64)
 
 ANY = -1
 """A size of a shape that may be anything."""
@@ -23,10 +24,10 @@ ANY = -1
 def check_tensor(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
     """ValueError unless x has one of the dtypes and the shape, in which `ANY` stands for any size."""
     got = x.shape
-    if x.dtype in dtypes and (got == shape or (ANY in shape and _fits(got, shape))):
+    if x.dtype in dtypes and (got == shape or _fits(got, shape)):
         return
     kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    sizes = ", ".join("any" if size == ANY else str(size) for size in shape)
+    sizes = ", ".join("any" if size == ANY else f"{size}" for size in shape)
     raise ValueError(
         f"{op}: {name} must be {kinds} [{sizes}], got {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     )
@@ -81,4 +82,10 @@ def aligned(x: Tensor, multiple: int) -> Tensor:
 
 
 def _fits(got: torch.Size, shape: tuple[int, ...]) -> bool:
-    return len(got) == len(shape) and all(want in (ANY, size) for size, want in zip(got, shape, strict=True))
+    if len(got) != len(shape):
+        return False
+    # By statements: `in` and `all` do not compare sizes that are symbols in a trace.
+    for size, want in zip(got, shape, strict=True):
+        if want != ANY and size != want:
+            return False
+    return True

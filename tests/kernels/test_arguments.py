@@ -63,6 +63,19 @@ def test_a_trace_has_no_addresses() -> None:
     assert torch.equal(choice(x[1:]), x[1:] + 1)
 
 
+def test_a_size_that_is_a_symbol_in_a_trace_is_compared() -> None:
+    x = torch.randn(3, 4)
+
+    def checked(x):
+        check_tensor("op", "x", x, FLOATS, (3, 4))
+        check_tensor("op", "x", x, FLOATS, (ANY, 4))
+        check_tensor("op", "x", x, FLOATS, (3, ANY))
+        return x + 1
+
+    compiled = torch.compile(checked, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x), x + 1)
+
+
 def test_the_checks_can_be_traced() -> None:
     def checked(x, slots):
         check_tensor("op", "x", x, FLOATS, (slots.shape[0], ANY))
