@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 
 import cptools
+from cptools import plan_command
 from cptools.doctor import Finding, Report, examine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit status."""
     args = _parser().parse_args(argv)
+    if args.command == "plan":
+        return plan_command.run(args)
     if args.command == "doctor":
         report = examine(timeout=args.timeout)
         if args.json:
@@ -28,6 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cptools", description="Context-parallel primitives for long contexts.")
     parser.add_argument("--version", action="version", version=f"cptools {cptools.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    plan = commands.add_parser("plan", help="memory, intensity and the largest context of each way to split some GPUs")
+    plan_command.add_arguments(plan)
     doctor = commands.add_parser("doctor", help="what this machine has, and which parts of the library run on it")
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of text")
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds that importing NIXL may take")

@@ -56,11 +56,13 @@ def examine(*, timeout: float = 60.0) -> Report:
         _package("safetensors"),
         _nixl(timeout),
         _pinned(),
+        _host_memory(),
+        _peers(),
     )
     ok = {f.name: f.ok for f in machine}
     gpu = any(f.ok for f in gpus)
     runs = (
-        Finding("plans", True, "layouts, shard plans, block tables, resharding: integers"),
+        Finding("plans", True, "layouts, shard plans, block tables, resharding, cptools plan: integers"),
         Finding("CPU reference path", True, "one rank, float32, bit-reproducible"),
         _needs("CPU ranks", {"gloo": ok["gloo"]}, "torchrun with the gloo backend"),
         _needs("GPU", {"a CUDA GPU": gpu}, "the reference ops on CUDA tensors"),
@@ -74,6 +76,14 @@ def examine(*, timeout: float = 60.0) -> Report:
                 "safetensors": ok["safetensors"],
             },
             "GLM-5.3 from a checkpoint",
+        ),
+        _needs(
+            "serving.engine",
+            {
+                "a checkout on the path (it is not in the wheel)": _importable("serving.engine"),
+                "safetensors": ok["safetensors"],
+            },
+            "ModelRunner, decode as CUDA graphs" if gpu else "ModelRunner, without CUDA graphs",
         ),
     )
     return Report(cptools.__version__, machine, runs)
@@ -141,6 +151,26 @@ def _nixl(timeout: float) -> Finding:
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
         return Finding("nixl", False, f"import of {names[0]} fails: {lines[-1]}")
     return Finding("nixl", True, f"{names[0]} imports")
+
+
+def _host_memory() -> Finding:
+    """What a host pool can take from; in a container the limit may be lower."""
+    try:
+        size = os.sysconf("SC_PAGE_SIZE")
+        total, free = (size * os.sysconf(name) / 2**30 for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return Finding("host memory", False, "this system does not say")
+    return Finding("host memory", True, f"{total:.1f} GiB, {free:.1f} GiB of it unused")
+
+
+def _peers() -> Finding:
+    """Whether GPUs can read each other's memory without a copy through the host."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return Finding("GPU peers", False, f"needs two GPUs, there {'is 1' if count == 1 else 'are none'}")
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [f"{i} from {j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    return Finding("GPU peers", not apart, f"no access: {', '.join(apart)}" if apart else "all GPUs read each other")
 
 
 def _pinned() -> Finding:

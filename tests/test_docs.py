@@ -117,7 +117,7 @@ def test_memory_of_the_released_checkpoint_is_computed():
 def test_floor_plan_names_every_file():
     plan = (ROOT / "docs/architecture.md").read_text().split("```")[1]
     named_files = set(re.findall(r"\w+\.py", plan)) - {"impl.py"}
-    folders = ["cptools", "models/glm53", "models/glm53/weights", "serving/engine", "examples"]
+    folders = ["cptools", "cptools/planner", "models/glm53", "models/glm53/weights", "serving/engine", "examples"]
     there = {file.name for folder in folders for file in (ROOT / folder).glob("*.py")}
     assert named_files == there
 

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every file of cptools stands in one of these layers; `front` sees all of them, and none of them sees `front`.
 # A name ending in / is a folder.
 LAYERS = {
-    "plans": "integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan".split(),
+    "plans": "integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan planner/".split(),
     "kernels": "kernels/ formats partial".split(),
     "modules": """collectives cp_shard kv_shard lse_merge parallel host_pool paged_rows step_rows layer_context cp_kv
                   shared_rows tensor_parallel expert_exchange lockstep spans""".split(),
-    "front": "__init__ cli doctor".split(),
+    "front": "__init__ cli doctor plan_command".split(),
 }
 # models.glm53 and serving read cptools by its public names, so for them it is one layer.
 ORDER = ["plans", "kernels", "modules", "front", "models", "serving"]
@@ -125,6 +125,7 @@ plan = LoadBalancedCPShard(world_size=3, rank=1).plan([5, 0, 17], [2, 9, 0])
 assert sum(plan.counts) == 22, plan.counts
 assert not BLOCKED & set(sys.modules), BLOCKED & set(sys.modules)
 assert cptools.cli.main(["doctor"]) == 0
+assert cptools.cli.main("plan --model glm-5.3 --gpus 8 --context 1048576".split()) == 0
 """
 
 
