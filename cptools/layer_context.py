@@ -16,6 +16,7 @@ from .formats import FP8, SCALE_BLOCK
 from .kernels.impl import triton_obstacle
 from .kernels.index_query import fp8_query, rotated_query
 from .kernels.indexer_topk import IndexKeys, indexer_topk, indexer_topk_fp8
+from .kernels.kv_gather import unpack_rows
 from .kernels.paged_topk import paged_topk
 from .kernels.rowwise import RopeAngles
 from .kernels.selected_slots import selected_slots
@@ -64,9 +65,16 @@ class LayerContext:
         self._keys: Tensor | IndexKeys | None = None
         if not step.prompt.plan.num_tokens:
             return
-        packed = self._gather(cache.mla_rows, layer)
-        # Once a layer, since either would be done again for every block of queries: the reference reads float32.
-        self._context = cache.mla.unpack_joint(packed) if not _on_gpu(packed) else unpacked_rows(packed, cache.mla)
+        # Once a layer, since it would be done again for every block of queries: the reference reads float32.
+        if not _on_gpu(cache.mla_rows.pages):
+            self._context = cache.mla.unpack_joint(self._gather(cache.mla_rows, layer))
+        elif cache.kv.world_size == 1 and cache.mla.dtype == FP8:
+            # One pass from pages to BF16 rows where nothing is gathered from other ranks.
+            pages, page_size = cache.mla_rows.pages[layer], cache.mla_rows.page_size
+            slots = step.prompt.context_slots
+            self._context = unpack_rows(pages, slots, row_format=cache.mla, page_size=page_size)
+        else:
+            self._context = unpacked_rows(self._gather(cache.mla_rows, layer), cache.mla)
         if with_index:
             keys = self._gather(cache.index_rows, cache.index_place(layer))
             self._keys = IndexKeys.from_rows(keys) if self._scores_fp8 else cache.index.unpack(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -38,7 +39,7 @@ class PromptRows:
     """
 
     def __init__(self, kv: RoundRobinKVShard, prompt: CPPlan, tables: Tensor, device: torch.device) -> None:
-        self.plan = prompt
+        self.plan, self._kv = prompt, kv
         # By rank, so that a long step works on arrays that fit the cache; numpy, since torch's threads cost more than
         # they give on host integers.
         shares = [prompt.for_rank(rank) for rank in range(prompt.world_size)]
@@ -64,6 +65,16 @@ class PromptRows:
     def rows(self) -> int:
         """Prompt rows of this rank."""
         return self.plan.counts[self.plan.rank]
+
+    @cached_property
+    def context_slots(self) -> Tensor:
+        """int64 [sum of lens]: where this rank keeps the prompts' contexts, new tokens included, request after request
+        in order of position; -1 where another rank does. Made on the device when first asked for."""
+        device = self.tables.device
+        lens, total = self.lens.to(device), int(self.lens.sum())
+        requests = torch.repeat_interleave(torch.arange(len(lens), device=device), lens, output_size=total)
+        positions = torch.arange(total, device=device) - (lens.cumsum(0) - lens)[requests]
+        return self._kv.slot_mapping(positions, requests, self.tables)
 
 
 class DecodeRows:

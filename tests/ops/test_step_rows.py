@@ -9,7 +9,7 @@ from cptools import RoundRobinKVShard
 from cptools.cp_plan import make_cp_plan
 from cptools.formats import FP8
 from cptools.step_plan import make_step_plan
-from cptools.step_rows import DecodeRows
+from cptools.step_rows import DecodeRows, PromptRows
 from tests.decode_problem import SMALL, DecodeProblem
 
 CPU = torch.device("cpu")
@@ -42,6 +42,35 @@ def test_buffers_give_the_rows_of_the_plan(world_size: int, interleave: int, per
         assert torch.equal(got.tables_of(slice(0, len(got))), tables)
         odd = slice(1, len(got))
         assert torch.equal(got.tables_of(odd), tables[got.request_ids[odd]] if per_request > 1 else tables[1:])
+
+
+@pytest.mark.parametrize(("world_size", "interleave"), [(1, 1), (1, 4), (2, 1), (3, 4)])
+def test_context_slots_are_where_the_ranks_keep_each_position(world_size: int, interleave: int) -> None:
+    """Of two requests and one of them in pages out of order; each position is kept by one rank."""
+    new, cached = [3, 0, 130], [0, 7, 61]
+    tables = torch.tensor([[9, -1, -1], [4, -1, -1], [7, 2, 11]])
+    page_size, seen = 64, []
+    for rank in range(world_size):
+        kv = RoundRobinKVShard(world_size=world_size, rank=rank, interleave=interleave, page_size=page_size)
+        plan = make_cp_plan(new, cached, world_size=1, rank=0)
+        want = [
+            (int(tables[request, kv.layout.local_index(p) // page_size]) * page_size)
+            + kv.layout.local_index(p) % page_size
+            if kv.layout.owner(p) == rank
+            else -1
+            for request, length in enumerate(n + c for n, c in zip(new, cached, strict=True))
+            for p in range(length)
+        ]
+        slots = PromptRows(kv, plan, tables, CPU).context_slots
+        assert slots.tolist() == want
+        seen.append(slots)
+    assert (torch.stack(seen) >= 0).sum(0).tolist() == [1] * (3 + 7 + 191)
+
+
+def test_context_slots_of_no_prompt_are_none() -> None:
+    kv = RoundRobinKVShard(world_size=1, rank=0, page_size=64)
+    rows = PromptRows(kv, make_cp_plan([], world_size=1, rank=0), torch.empty(0, 0, dtype=torch.int64), CPU)
+    assert rows.context_slots.shape == (0,)
 
 
 def test_padding_sees_no_key_and_has_no_slot() -> None:
