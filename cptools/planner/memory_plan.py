@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 
 from cptools.integers import require_int
 from cptools.layout import KVLayout
@@ -280,7 +281,7 @@ def _hisparse_cost(plan: MemoryPlan, layout: KVLayout, budget: int | None) -> Hi
 
 
 def _bytes(gib: float) -> int:
-    return int(gib * GIB)
+    return int(Fraction(gib) * GIB)
 
 
 def _gib(size: int | None) -> float | None:

@@ -252,6 +252,11 @@ def test_requests_are_counted_in_pages_and_replicas():
     assert requests == {"DP4": 12, "TP4": 3, "PCP4": 3, "PCP4xDCP4": 10, "PCP2xDCP2xDP2": 10}
 
 
+def test_budget_beyond_any_float_of_bytes():
+    plan = plan_memory(GLM, ROWS, gpus=1, context=1, settings=MemorySettings(kv_gib_per_gpu=1e305))
+    assert plan.layouts["DP1"].max_context_tokens == int(1e305) * 2**30 // (64 * 54_728) * 64
+
+
 def test_fit_counts_everything():
     gpu = GpuSpec("big", memory_gib=500, hbm_tb_per_s=1, bf16_tflop_per_s=50, link_gb_per_s=100)
     plan = plan_memory(GLM, ROWS, gpus=8, context=TOKENS, gpu=gpu, settings=MemorySettings(reserve_gib=2))
