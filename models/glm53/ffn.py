@@ -18,7 +18,7 @@ from torch import Tensor
 from cptools import ExpertExchange
 from cptools.kernels import expert_routing
 from cptools.kernels.grouped_swiglu import dense_swiglu, grouped_swiglu
-from cptools.kernels.rowwise import linear
+from cptools.kernels.rowwise import linear_in_fp32
 
 from .config import GLM53Config
 from .layer_split import StepSplit
@@ -27,8 +27,8 @@ from .weights import DenseFFNWeights, MoEWeights
 CPU_BLOCK_ROWS = 2048
 GPU_BLOCK_ROWS = 8192
 """Rows of a rank that are routed at once: bounds what the experts' inputs and outputs take, see `ExpertExchange`. Each
-block reads all experts' weights, which on a GPU takes longer than the products of 2048
-rows; at the size of GLM-5.3 in BF16 the inputs and the outputs of 8192 take 0.8 GB each."""
+block reads all experts' weights, which on a GPU takes longer than the products of 2048 rows; at the size of GLM-5.3 in
+BF16 the inputs and the outputs of 8192 take 0.8 GB each."""
 
 
 def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config, split: StepSplit) -> Tensor:
@@ -53,7 +53,7 @@ def feed_forward(u: Tensor, w: DenseFFNWeights | MoEWeights, config: GLM53Config
 def route(u: Tensor, w: MoEWeights, config: GLM53Config) -> tuple[Tensor, Tensor]:
     """(experts [T, k] int64 ascending, gates [T, k] float32) of rows u [T, hidden]. The bias only selects."""
     return expert_routing.route(
-        linear(u.float(), w.router),
+        linear_in_fp32(u, w.router),
         w.bias,
         k=config.num_experts_per_tok,
         normalise=config.norm_topk_prob,

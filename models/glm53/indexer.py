@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cptools.cp_kv import NewKeys
-from cptools.kernels.rowwise import linear
+from cptools.kernels.rowwise import linear, linear_in_fp32
 
 from .config import GLM53Config
 from .weights import IndexerWeights
@@ -26,4 +26,4 @@ def index_query(qr: Tensor, u: Tensor, w: IndexerWeights, config: GLM53Config) -
     """(query [T, heads, dim] before rotation, head weights [T, heads] float32 with both scales folded in)."""
     heads, dim = config.index_n_heads, config.index_head_dim
     query = linear(qr, w.wq_b).unflatten(1, (heads, dim))
-    return query, linear(u.float(), w.weights_proj) * (heads * dim) ** -0.5
+    return query, linear_in_fp32(u, w.weights_proj) * (heads * dim) ** -0.5

@@ -11,6 +11,7 @@ from cptools.kernels.rowwise import (
     choose_rms_norm,
     choose_rope_interleaved,
     head_linear,
+    linear_in_fp32,
     rms_norm,
     rope_interleaved,
 )
@@ -34,6 +35,18 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     x[0, 5] = torch.nan
     assert rms_norm(x, weight, 1e-5)[0].isnan().all()
     assert not rms_norm(x, weight, 1e-5)[1].isnan().any()
+
+
+def test_many_bf16_rows_are_multiplied_in_float32() -> None:
+    for rows, width, outputs in ((1, 6144, 256), (1023, 512, 32), (1024, 6144, 256), (4097, 6144, 32), (1500, 100, 7)):
+        x = torch.randn(rows, width, device="cuda").bfloat16()
+        weight = torch.randn(outputs, width, device="cuda") * width**-0.5
+        want = x.double() @ weight.double().t()
+        got = linear_in_fp32(x, weight)
+        assert got.dtype == torch.float32
+        # As near as a product in float32, which no BF16 rounding of the matrix would be.
+        assert (got - want).abs().max() <= 8 * (x.float() @ weight.t() - want).abs().max() + 1e-6
+        assert (got - want).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,7 @@ from cptools.kernels.rowwise import (
     head_linear,
     layer_norm,
     linear,
+    linear_in_fp32,
     rms_norm,
     rope_interleaved,
     silu,
@@ -399,3 +400,25 @@ def test_head_linear_writes_into_a_slice() -> None:
     assert made.data_ptr() == room.data_ptr()
     assert torch.equal(made, head_linear(x, weight))
     assert (room[..., 40:] == 7).all()
+
+
+def test_three_bf16_parts_are_the_float32_value() -> None:
+    """Also of values whose middle bits are all ones or zeros, and of powers of two over the normal range."""
+    from cptools.kernels.rowwise.fp32_product import bf16_parts
+
+    bits = torch.randint(0, 1 << 23, (1 << 16,)) | torch.randint(30, 250, (1 << 16,)) << 23
+    edges = torch.tensor([0, 0x7FFFFF, 0x00FFFF, 0x7F8000, 0x008000, 0x017FFF, 1]) | 127 << 23
+    values = torch.cat([bits, edges]).to(torch.int32).view(torch.float32)
+    values = torch.cat([values, -values, torch.zeros(1)])
+    parts = bf16_parts(values)
+    assert all(part.dtype == torch.bfloat16 for part in parts)
+    assert torch.equal(sum(part.double() for part in parts), values.double())
+
+
+def test_products_in_float32_refuse_other_matrices() -> None:
+    x = torch.randn(3, 16)
+    assert torch.equal(linear_in_fp32(x, torch.eye(16)), x)
+    assert linear_in_fp32(x.bfloat16(), torch.eye(16)).dtype == torch.float32
+    for weight in (torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 15), torch.zeros(16)):
+        with pytest.raises(ValueError, match=r"linear_in_fp32: x \(3, 16\)"):
+            linear_in_fp32(x, weight)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..impl import Choice, choose, triton_obstacle
 from ..row_tiles import ROW_TILE, WIDTH_MULTIPLE, pad_widths
 from . import reference
+from .fp32_product import linear_in_fp32
 from .reference import RopeAngles, head_linear, layer_norm, linear, silu, sum_columns, swiglu
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "head_linear",
     "layer_norm",
     "linear",
+    "linear_in_fp32",
     "pad_widths",
     "rms_norm",
     "rope_interleaved",
