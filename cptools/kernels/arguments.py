@@ -24,8 +24,16 @@ ANY = -1
 def check_tensor(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
     """ValueError unless x has one of the dtypes and the shape, in which `ANY` stands for any size."""
     got = x.shape
-    if x.dtype in dtypes and (got == shape or _fits(got, shape)):
-        return
+    if x.dtype in dtypes:
+        if got == shape:
+            return
+        if len(got) == len(shape):
+            # By statements: `in` and `all` do not compare sizes that are symbols in a trace.
+            for size, want in zip(got, shape, strict=True):
+                if want != ANY and size != want:
+                    break
+            else:
+                return
     kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     sizes = ", ".join("any" if size == ANY else f"{size}" for size in shape)
     raise ValueError(
@@ -79,13 +87,3 @@ def is_aligned(x: Tensor, multiple: int) -> bool:
 def aligned(x: Tensor, multiple: int) -> Tensor:
     """x itself where its memory starts at a multiple of so many bytes, else a copy, which does."""
     return x if x.data_ptr() % multiple == 0 else x.clone()
-
-
-def _fits(got: torch.Size, shape: tuple[int, ...]) -> bool:
-    if len(got) != len(shape):
-        return False
-    # By statements: `in` and `all` do not compare sizes that are symbols in a trace.
-    for size, want in zip(got, shape, strict=True):
-        if want != ANY and size != want:
-            return False
-    return True

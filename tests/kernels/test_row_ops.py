@@ -66,11 +66,11 @@ def test_parts_of_norm_rope_store_may_be_missing() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"c_kv": torch.zeros(4, 511)}, r"c_kv must be \[4, 512\], got \[4, 511\]"),
-        ({"k_pe": torch.zeros(3, 64)}, r"k_pe must be \[4, 64\], got \[3, 64\]"),
-        ({"norm_weight": torch.zeros(64)}, r"norm_weight must be \[512\], got \[64\]"),
-        ({"pages": torch.zeros(3, 4 * 655, dtype=torch.uint8)}, r"uint8 \[P, 2624\], got torch.uint8 \[3, 2620\]"),
-        ({"pages": torch.zeros(3, 4 * 656)}, r"uint8 \[P, 2624\], got torch.float32 \[3, 2624\]"),
+        ({"c_kv": torch.zeros(4, 511)}, r"c_kv must be .* \[4, 512\], got float32 \[4, 511\]"),
+        ({"k_pe": torch.zeros(3, 64)}, r"k_pe must be .* \[4, 64\], got float32 \[3, 64\]"),
+        ({"norm_weight": torch.zeros(64)}, r"norm_weight must be .* \[512\], got float32 \[64\]"),
+        ({"pages": torch.zeros(3, 4 * 655, dtype=torch.uint8)}, r"uint8 \[any, 2624\], got uint8 \[3, 2620\]"),
+        ({"pages": torch.zeros(3, 4 * 656)}, r"uint8 \[any, 2624\], got float32 \[3, 2624\]"),
     ],
 )
 def test_norm_rope_store_refuses(change, message) -> None:
@@ -82,7 +82,7 @@ def test_norm_rope_store_refuses_half_a_norm_and_wrong_angles() -> None:
     mla, index = inputs()
     with pytest.raises(ValueError, match="both norm_weight and norm_bias"):
         norm_rope_store(SLOTS, None, index=replace(index, norm_bias=None), page_size=4)
-    with pytest.raises(ValueError, match=r"cos must be \[4, 32\], got \[4, 16\]"):
+    with pytest.raises(ValueError, match=r"cos must be .* \[4, 32\], got float32 \[4, 16\]"):
         norm_rope_store(SLOTS, RopeAngles.at(torch.arange(4), 32, 1e4), mla=mla, page_size=4)
     with pytest.raises(ValueError, match="65 pairs to rotate in a key of dim=128"):
         norm_rope_store(SLOTS, RopeAngles.at(torch.arange(4), 130, 1e4), index=index, page_size=4)
@@ -107,9 +107,9 @@ def test_copied_rows() -> None:
     copy_rows(source, torch.tensor([4, -1, 0, 5, 2]), target, torch.tensor([0, 1, 3, 2, 4]))
     assert torch.equal(target[[0, 3]], source[[4, 0]])
     assert not target[[1, 2]].any()
-    with pytest.raises(ValueError, match=r"uint8 of one width.* \(5, 10\) and .* \(4, 9\)"):
+    with pytest.raises(ValueError, match=r"source must be uint8 \[any, 9\], got uint8 \[5, 10\]"):
         copy_rows(source, SLOTS, target[:, :9], SLOTS)
-    with pytest.raises(ValueError, match=r"\(4,\), \(4, 10\), \(3,\)"):
+    with pytest.raises(ValueError, match=r"source_rows must be int64 or int32 \[3\], got int64 \[4\]"):
         copy_rows(source, SLOTS, target, SLOTS[:3])
 
 

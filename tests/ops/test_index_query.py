@@ -47,11 +47,11 @@ def test_misfits_are_refused() -> None:
     query, weights = torch.zeros(3, HEADS, 32), torch.zeros(3, HEADS)
     angles = RopeAngles.at(torch.arange(3), 16, 1e4)
     for arguments, message in (
-        ((query[:, :, 0], weights), r"got \(3, 4\)"),
-        ((query, weights[:2]), r"\(2, 4\)"),
-        ((torch.zeros(3, HEADS, 129), weights), "D <= 128"),
-        ((query, weights, angles[slice(0, 2)]), r"angles \(2, 8\)"),
-        ((query[:, :, :8], weights, angles), r"angles \(3, 8\)"),
+        ((query[:, :, 0], weights), r"got float32 \[3, 4\]"),
+        ((query, weights[:2]), r"weights must be .* \[3, 4\], got float32 \[2, 4\]"),
+        ((torch.zeros(3, HEADS, 129), weights), r"D <= 128\], got \[3, 4, 129\]"),
+        ((query, weights, angles[slice(0, 2)]), r"cos must be .* \[3, any\], got float32 \[2, 8\]"),
+        ((query[:, :, :8], weights, angles), r"angles \[3, 8\]"),
     ):
         with pytest.raises(ValueError, match=message):
             fp8_query(*arguments)

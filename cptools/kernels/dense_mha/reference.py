@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arguments import ANY, FLOATS_AND_DOUBLE, check_integers, check_one_device, check_tensor
+
 QUERY_TILE = 64
 KEY_TILE = 256
 
@@ -12,16 +14,19 @@ KEY_TILE = 256
 def dense_mha(query: Tensor, keys: Tensor, values: Tensor, kv_lens: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """query [T, H, D], keys [S, H, D], values [S, H, V] of one sequence -> (out [T, H, V], lse [T, H]) float32.
 
-    Row t sees the first ``kv_lens[t]`` keys (int64 [T], 0 <= kv_lens <= S); none gives out 0, lse -inf. Local.
+    Row t sees the first ``kv_lens[t]`` keys (integers [T], at most S); none, or fewer, gives out 0, lse -inf. Local.
+
+    Raises ValueError where shapes, dtypes or devices do not fit, and on a length beyond the keys.
     """
+    op = "dense_mha"
+    check_tensor(op, "query", query, FLOATS_AND_DOUBLE, (ANY, ANY, ANY))
     tokens, heads, _ = query.shape
-    if keys.shape[:2] != values.shape[:2] or keys.shape[1:] != query.shape[1:] or kv_lens.shape != (tokens,):
-        raise ValueError(
-            f"dense_mha: query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}, "
-            f"kv_lens {tuple(kv_lens.shape)} do not fit together"
-        )
+    check_tensor(op, "keys", keys, FLOATS_AND_DOUBLE, (ANY, *query.shape[1:]))
+    check_tensor(op, "values", values, FLOATS_AND_DOUBLE, (*keys.shape[:2], ANY))
+    check_integers(op, "kv_lens", kv_lens, (tokens,))
+    check_one_device(op, query=query, keys=keys, values=values, kv_lens=kv_lens)
     if tokens and int(kv_lens.max()) > keys.shape[0]:
-        raise ValueError(f"dense_mha: kv_lens reach {int(kv_lens.max())}, there are {keys.shape[0]} keys")
+        raise ValueError(f"{op}: kv_lens reach {int(kv_lens.max())}, there are {keys.shape[0]} keys")
     by_head = query.float().transpose(0, 1)  # [H, T, D]
     keys_t, values_t = keys.float().permute(1, 2, 0), values.float().transpose(0, 1)  # [H, D, S], [H, S, V]
     out = torch.zeros(tokens, heads, values.shape[2], dtype=torch.float32, device=query.device)

@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 
 from ...formats import quantize_fp8
-from ..rowwise.reference import RopeAngles, rope_interleaved
+from ..arguments import ANY, FLOATS_AND_DOUBLE, check_one_device, check_tensor
+from ..rowwise.reference import RopeAngles, check_angles, rope_interleaved
 
 
 def rotated_query(query: Tensor, angles: RopeAngles) -> Tensor:
-    """query [T, H, D] with its first pairs rotated -> float32."""
+    """query [T, H, D] with its first pairs rotated -> float32. ValueError where the angles do not fit."""
+    check_tensor("rotated_query", "query", query, FLOATS_AND_DOUBLE, (ANY, ANY, ANY))
+    check_angles("rotated_query", angles, (query.shape[0], ANY))
+    check_one_device("rotated_query", query=query, cos=angles.cos, sin=angles.sin)
     width = 2 * angles.cos.shape[1]
+    if width > query.shape[2]:
+        raise ValueError(f"rotated_query: {angles.cos.shape[1]} pairs to rotate in a query {list(query.shape)}")
     return torch.cat([rope_interleaved(query[..., :width], angles), query[..., width:]], dim=-1).float()
 
 

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ...formats import MlaRows
-from ..kv_store.reference import check_slots, page_planes
+from ..arguments import ANY, check_count, check_integers, check_one_device, check_tensor
+from ..kv_store.reference import check_pages, check_slots, page_planes
+
+_BYTES = (torch.uint8,)
 
 
 def gather_rows(pages: Tensor, slots: Tensor, *, planes: Sequence[int], page_size: int) -> Tensor:
@@ -36,7 +39,6 @@ def gather_sequences(
     integers) -> uint8 [sum(lens), row_bytes]. Index work is per page, not per row. Local. Raises ValueError on a
     length beyond its table and on a page id outside the pages.
     """
-    check_lens(tables, lens, page_size)
     counts = [-(-length // page_size) for length in lens]
     ids = torch.cat([tables.new_empty(0), *(row[:count] for row, count in zip(tables, counts, strict=True))])
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < pages.shape[0]:
@@ -51,9 +53,25 @@ def gather_sequences(
     return kept[0] if len(kept) == 1 else torch.cat([rows[:0], *kept])
 
 
-def check_lens(tables: Tensor, lens: Sequence[int], page_size: int) -> None:
-    """ValueError unless there is one length per table, and none is negative or beyond its table."""
-    if len(lens) != tables.shape[0] or min(lens, default=0) < 0 or max(lens, default=0) > tables.shape[1] * page_size:
+def check_gather(op: str, pages: Tensor, slots: Tensor | None, *, planes: Sequence[int], page_size: int) -> None:
+    """ValueError unless pages have this layout, and slots, if any, are integers [T] beside them."""
+    check_pages(op, pages, planes, page_size)
+    if slots is not None:
+        check_integers(op, "slots", slots, (ANY,))
+        check_one_device(op, pages=pages, slots=slots)
+
+
+def check_sequences(
+    pages: Tensor, tables: Tensor, lens: Sequence[int], *, planes: Sequence[int], page_size: int
+) -> None:
+    """ValueError unless pages have this layout, and there is one length per table and none beyond its table."""
+    op = "gather_sequences"
+    check_pages(op, pages, planes, page_size)
+    check_integers(op, "tables", tables, (ANY, ANY))
+    check_one_device(op, pages=pages, tables=tables)
+    for length in lens:
+        check_count(op, "length", length)
+    if len(lens) != tables.shape[0] or max(lens, default=0) > tables.shape[1] * page_size:
         raise ValueError(f"gather_sequences: lens {list(lens)} do not fit tables {tuple(tables.shape)} of {page_size}")
 
 
@@ -76,14 +94,12 @@ def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: 
 
 
 def check_copy(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
-    """ValueError unless both tables hold uint8 rows of one width, and there is one source row per target row."""
-    if source.dtype != torch.uint8 or target.dtype != torch.uint8 or source.shape[1:] != target.shape[1:]:
-        raise ValueError(
-            f"copy_rows: rows must be uint8 of one width, got {source.dtype} {tuple(source.shape)} and "
-            f"{target.dtype} {tuple(target.shape)}"
-        )
-    if source.dim() != 2 or source_rows.dim() != 1 or source_rows.shape != target_rows.shape:
-        raise ValueError(
-            f"copy_rows: want [S, bytes], [n], [D, bytes], [n], got {tuple(source.shape)}, {tuple(source_rows.shape)}, "
-            f"{tuple(target.shape)}, {tuple(target_rows.shape)}"
-        )
+    """ValueError unless both hold uint8 rows of one width, and there is one source id per target id, on one device."""
+    op = "copy_rows"
+    check_tensor(op, "target", target, _BYTES, (ANY, ANY))
+    check_tensor(op, "source", source, _BYTES, (ANY, target.shape[1]))
+    check_integers(op, "target_rows", target_rows, (ANY,))
+    check_integers(op, "source_rows", source_rows, (target_rows.shape[0],))
+    check_one_device(op, target=target, target_rows=target_rows, source_rows=source_rows)
+    if source.device != target.device and source.device.type != "cpu":
+        raise ValueError(f"{op}: the source must be on {target.device} or in host memory, got {source.device}")

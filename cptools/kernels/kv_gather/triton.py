@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import SCALE_BLOCK
+from ..arguments import aligned, dense, dense_rows
 from ..compile_spec import CompileSpec
 from ..dependent_launch import let_next_start, overlapped, wait_for_inputs
 from ..kv_store.triton import (
@@ -181,6 +182,7 @@ def gather_sequences(
     if rows.numel() == 0:
         return rows
     ends = torch.tensor(lens).cumsum(0)
+    tables = dense_rows(tables)
     spans = torch.stack([ends - torch.tensor(lens), torch.tensor(lens)], dim=1)
     if pages.device.type == "cuda":
         spans = spans.pin_memory().to(pages.device, non_blocking=True)
@@ -231,10 +233,11 @@ def unpack_fp8_rows(
     if joint.numel() == 0:
         return joint
     rows = joint.shape[0]
+    pages = aligned(pages, 4)
     per_program = unpack_tile(rows)
     unpack_fp8_kernel[(triton.cdiv(rows, per_program),)](
         pages,
-        pages if slots is None else slots,
+        pages if slots is None else dense(slots),
         joint,
         rows,
         pages.shape[0] * page_size,
@@ -265,9 +268,9 @@ def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: 
     block = triton.next_power_of_2(width // word)
     copy_rows_kernel[(min(count, COPY_PROGRAMS),)](
         as_words(source, word),
-        source_rows,
+        dense(source_rows),
         as_words(target, word),
-        target_rows,
+        dense(target_rows),
         count,
         source.shape[0],
         target.shape[0],

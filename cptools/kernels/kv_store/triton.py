@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import dense, dense_rows
 from ..compile_spec import CompileSpec
 from ..dependent_launch import overlapped, wait_for_inputs
 
@@ -108,7 +109,7 @@ def move_rows(
     per_program = rows_of_tile(blocks[0], word, len(slots))
     move_rows_kernel[(triton.cdiv(len(slots), per_program),)](
         as_words(pages, word),
-        slots,
+        dense(slots),
         as_words(rows, word),
         len(slots),
         pages.shape[0] * page_size,
@@ -142,7 +143,7 @@ def rows_of_tile(block: int, word: int, rows: int) -> int:
 @torch.library.custom_op("cptools::store_rows", mutates_args=("pages",))
 def store_rows(pages: Tensor, slots: Tensor, rows: Tensor, planes: Sequence[int], page_size: int) -> None:
     """As ``cptools.kernels.kv_store.store_rows``."""
-    move_rows(pages, slots, rows if rows.stride(1) == 1 else rows.contiguous(), planes, page_size, store=True)
+    move_rows(pages, slots, dense_rows(rows), planes, page_size, store=True)
 
 
 @store_rows.register_fake

@@ -37,7 +37,11 @@ def merge_states(
 
     Returns:
         out [T, H, D], 0 where all parts are empty; lse [T, H] fp32, -inf there.
+
+    Raises:
+        ValueError: no part, shapes that differ, an lse that is not fp32, or more than one device.
     """
+    reference.check_parts(outs, lses)
     if choose_merge_states(outs, out_dtype=out_dtype, impl=impl).impl == "triton":
         from cptools.kernels.lse_merge.triton import merge
 
@@ -54,7 +58,9 @@ def choose_merge_states(
 
 
 def _obstacle(outs: Sequence[Tensor] | Tensor, out_dtype: torch.dtype | None) -> str | None:
-    for dtype in [*(out.dtype for out in outs), out_dtype]:
+    if not len(outs):
+        return "there are no parts"
+    for dtype in [*({outs.dtype} if isinstance(outs, Tensor) else {out.dtype for out in outs}), out_dtype]:
         if dtype is not None and dtype not in _DTYPES:
             return f"dtype {dtype} is not one of float32, bfloat16, float16"
-    return triton_obstacle(outs[0].device)
+    return triton_obstacle(outs.device if isinstance(outs, Tensor) else outs[0].device)

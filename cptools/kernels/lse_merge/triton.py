@@ -287,11 +287,11 @@ def alike(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def tile(tokens: int, heads: int, dim: int, element_bytes: int) -> tuple[dict[str, int], int]:
     """(constexprs, warps) of a program: as few rows as fill the chip, and a warp for each where they are many."""
     inner = WARP_BYTES // element_bytes
-    chunks = min(MAX_BLOCK // inner, triton.next_power_of_2(triton.cdiv(dim, inner)))
+    chunks = min(MAX_BLOCK // inner, triton.next_power_of_2(max(1, triton.cdiv(dim, inner))))
     few = tokens * heads <= FEW_ROWS
     rows = 1 if tokens * heads <= FEWEST_ROWS else 2 if few else 4
     rows = min(rows, triton.next_power_of_2(heads))
-    split = triton.cdiv(dim, chunks * inner)
+    split = max(1, triton.cdiv(dim, chunks * inner))  # without values there still is an lse
     full = heads % rows == 0 and tokens <= MAX_GRID_Y and dim == split * chunks * inner
     return {"ROWS": rows, "CHUNKS": chunks, "INNER": inner, "SPLIT": split, "FULL": full}, 1 if few else rows
 
@@ -307,7 +307,7 @@ def launch(
     element_bytes: int,
 ) -> None:
     tokens, heads, dim = merged.shape
-    if merged.numel() == 0:
+    if lse.numel() == 0:
         return
     constexprs, warps = tile(tokens, heads, dim, element_bytes)
     programs = triton.cdiv(heads, constexprs["ROWS"]) * constexprs["SPLIT"]

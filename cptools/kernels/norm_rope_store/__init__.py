@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from ...formats import FP8, SCALE_BLOCK
+from ..arguments import FLOATS, is_aligned
 from ..impl import Choice, choose, triton_obstacle
 from ..rowwise import RopeAngles
 from . import reference
 from .reference import IndexInput, MlaInput
 
 __all__ = ["IndexInput", "MlaInput", "choose_norm_rope_store", "norm_rope_store"]
-
-_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def norm_rope_store(
@@ -33,7 +32,8 @@ def norm_rope_store(
     ``row_format.pack``. Slots must be unique.
 
     Local, on the current stream. The reference raises ValueError on a slot below -1 or beyond the pages; the kernel
-    skips it, and may be captured in a CUDA graph. Raises ValueError where shapes do not fit.
+    skips it, and may be captured in a CUDA graph. Raises ValueError where shapes, dtypes or devices do not fit; then,
+    and on such a slot, nothing was written.
     """
     reference.check_inputs(slots, angles, mla=mla, index=index, page_size=page_size)
     if choose_norm_rope_store(slots, angles, mla=mla, index=index, page_size=page_size, impl=impl).impl != "triton":
@@ -89,20 +89,20 @@ def _obstacle(
             return f"dim={dim} of the index key is not 128 * 2^i"
         inputs += [index.key, *(x for x in (index.norm_weight, index.norm_bias) if x is not None)]
         pages.append(index.pages)
-    if len({p.shape[0] for p in pages}) > 1:
+    if len(pages) == 2 and pages[0].shape[0] != pages[1].shape[0]:
         return f"MLA rows have {pages[0].shape[0]} pages, index rows {pages[1].shape[0]}"
-    if any(x.dtype not in _INPUTS for x in inputs):
-        return f"inputs are {', '.join(str(x.dtype) for x in inputs)}"
+    for x in inputs:
+        if x.dtype not in FLOATS:
+            return f"inputs are {', '.join(str(x.dtype) for x in inputs)}"
     if angles is not None:
         if angles.cos.dtype != torch.float32 or angles.cos.stride() != angles.sin.stride():
             return "cos and sin are not alike in float32"
         inputs += [angles.cos, angles.sin]
-    if any(x.stride(-1) != 1 for x in (*inputs, *pages)):
-        return "a tensor is not dense in its last dim"
-    if any(p.data_ptr() % 4 or (p.shape[0] > 1 and p.stride(0) % 4) for p in pages):
+    for x in (*inputs, *pages):
+        if x.stride(-1) != 1:
+            return "a tensor is not dense in its last dim"
+    if any(not is_aligned(p, 4) or (p.shape[0] > 1 and p.stride(0) % 4) for p in pages):
         return "pages are not aligned to 4 bytes"
-    if any(x.device != slots.device for x in (*inputs, *pages)):
-        return f"slots are on {slots.device}, another argument is not"
     return triton_obstacle(slots.device)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...formats import IndexRows, MlaRows
-from ..kv_store.reference import store_rows
-from ..rowwise.reference import RopeAngles, layer_norm, rms_norm, rope_interleaved
+from ..arguments import ANY, FLOATS_AND_DOUBLE, check_integers, check_one_device, check_tensor
+from ..kv_store.reference import check_pages, check_slots, store_rows
+from ..rowwise.reference import RopeAngles, check_angles, layer_norm, rms_norm, rope_interleaved
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,10 @@ def norm_rope_store(
     slots: Tensor, angles: RopeAngles | None, *, mla: MlaInput | None, index: IndexInput | None, page_size: int
 ) -> None:
     """Norm, rotate, pack and store; every step rounds to the dtype of its input, as in the ops it is made of."""
+    # Both before the first is stored: a slot that one of them does not have must leave the other as it was.
+    for part in (mla, index):
+        if part is not None:
+            check_slots("norm_rope_store", slots, part.pages.shape[0] * page_size)
     if mla is not None:
         latent = mla.c_kv if mla.norm_weight is None else rms_norm(mla.c_kv, mla.norm_weight, mla.eps)
         rope = mla.k_pe if angles is None else rope_interleaved(mla.k_pe, angles)
@@ -67,32 +72,31 @@ def norm_rope_store(
 def check_inputs(
     slots: Tensor, angles: RopeAngles | None, *, mla: MlaInput | None, index: IndexInput | None, page_size: int
 ) -> None:
-    """ValueError where shapes do not fit."""
+    """ValueError where shapes, dtypes or devices do not fit."""
+    op = "norm_rope_store"
+    check_integers(op, "slots", slots, (ANY,))
     tokens = slots.shape[0]
-    want: list[tuple[str, Tensor | None, tuple[int, ...]]] = []
-    pages = []
+    floats = FLOATS_AND_DOUBLE
     if mla is not None:
         latent, rope = mla.row_format.latent, mla.row_format.rope
-        want += [("c_kv", mla.c_kv, (tokens, latent)), ("k_pe", mla.k_pe, (tokens, rope))]
-        want += [("norm_weight", mla.norm_weight, (latent,))]
-        if angles is not None:
-            want += [("cos", angles.cos, (tokens, rope // 2)), ("sin", angles.sin, (tokens, rope // 2))]
-        pages.append((mla.pages, mla.row_format.row_bytes))
+        check_tensor(op, "c_kv", mla.c_kv, floats, (tokens, latent))
+        check_tensor(op, "k_pe", mla.k_pe, floats, (tokens, rope))
+        if mla.norm_weight is not None:
+            check_tensor(op, "norm_weight", mla.norm_weight, floats, (latent,))
+        check_pages(op, mla.pages, mla.row_format.planes, page_size)
+        check_one_device(op, slots=slots, c_kv=mla.c_kv, k_pe=mla.k_pe, norm_weight=mla.norm_weight, pages=mla.pages)
     if index is not None:
-        dim = index.row_format.dim
-        want += [("key", index.key, (tokens, dim))]
-        want += [("key norm_weight", index.norm_weight, (dim,)), ("key norm_bias", index.norm_bias, (dim,))]
-        if (index.norm_weight is None) != (index.norm_bias is None):
-            raise ValueError("norm_rope_store: the layer norm needs both norm_weight and norm_bias, or neither")
-        if angles is not None and 2 * angles.cos.shape[1] > dim:
-            raise ValueError(f"norm_rope_store: {angles.cos.shape[1]} pairs to rotate in a key of dim={dim}")
-        pages.append((index.pages, index.row_format.row_bytes))
-    for name, tensor, shape in want:
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"norm_rope_store: {name} must be {list(shape)}, got {list(tensor.shape)}")
-    for tensor, row_bytes in pages:
-        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] != page_size * row_bytes:
-            raise ValueError(
-                f"norm_rope_store: pages must be uint8 [P, {page_size * row_bytes}], "
-                f"got {tensor.dtype} {list(tensor.shape)}"
-            )
+        dim, weight, bias = index.row_format.dim, index.norm_weight, index.norm_bias
+        check_tensor(op, "key", index.key, floats, (tokens, dim))
+        if weight is not None and bias is not None:
+            check_tensor(op, "key norm_weight", weight, floats, (dim,))
+            check_tensor(op, "key norm_bias", bias, floats, (dim,))
+        elif weight is not bias:
+            raise ValueError(f"{op}: the layer norm needs both norm_weight and norm_bias, or neither")
+        check_pages(op, index.pages, index.row_format.planes, page_size)
+        check_one_device(op, slots=slots, key=index.key, key_weight=weight, key_bias=bias, pages=index.pages)
+    if angles is not None:
+        check_angles(op, angles, (tokens, ANY if mla is None else mla.row_format.rope // 2))
+        if index is not None and 2 * angles.cos.shape[1] > index.row_format.dim:
+            raise ValueError(f"{op}: {angles.cos.shape[1]} pairs to rotate in a key of dim={index.row_format.dim}")
+        check_one_device(op, slots=slots, cos=angles.cos, sin=angles.sin)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats import FP8, FP8_MAX, MIN_SCALE, SCALE_BLOCK
+from ..arguments import aligned, dense
 from ..compile_spec import CompileSpec
 from ..dependent_launch import overlapped, wait_for_inputs
 
@@ -106,11 +107,11 @@ def store_mla(
         wide = x.to(tl.float32)
         mean = tl.sum(tl.sum(wide * wide, axis=2), axis=0) / LATENT
         normed = (wide * tl.rsqrt(mean + eps)[None, :, None]).to(x.dtype)
-        # A product of two dtypes is float32, as torch promotes it.
+        # A product of two dtypes is float32, as torch promotes it, and rounded to that of the input.
         if w.dtype == x.dtype:
             x = normed * w
         else:
-            x = normed.to(tl.float32) * w.to(tl.float32)
+            x = (normed.to(tl.float32) * w.to(tl.float32)).to(normed.dtype)
     if ROTATE:
         rope = rotate(rope, cos, sin, row, live, angle_stride, ROPE // 2, ROPE // 2)
 
@@ -276,8 +277,11 @@ def norm_rope_store(
     per_program, warps = tile(tokens, mla_pages is not None, index_pages is not None)
     programs = triton.cdiv(tokens, per_program)
     num_pages = min(p.shape[0] for p in (mla_pages, index_pages) if p is not None)
+    # Only a trace of torch.compile, which has no addresses, brings pages to here that are not aligned.
+    homes = mla_pages, index_pages
+    mla_pages, index_pages = (None if home is None else aligned(home, 4) for home in homes)
     norm_rope_store_kernel[(programs, roles)](
-        slots,
+        dense(slots),
         *(cos, sin, c_kv, k_pe, mla_weight, mla_pages, key, key_weight, key_bias, index_pages),
         tokens,
         num_pages * page_size,
@@ -301,6 +305,9 @@ def norm_rope_store(
         **EXACT,
         **overlapped(pages, early=programs <= RESIDENT_PROGRAMS),
     )
+    for home, used in zip(homes, (mla_pages, index_pages), strict=True):
+        if home is not None and used is not None and used is not home:
+            home.copy_(used)
 
 
 @norm_rope_store.register_fake

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..arguments import dense
 from ..block_fp8 import QuantisedRows, choose_quantise_rows, quantise_rows
 from ..impl import Choice, choose
-from .reference import rms_norm
+from .reference import check_norm, rms_norm
 
 _MAX_WIDTH = 16384  # a program holds a row in registers
 
@@ -16,12 +17,11 @@ def rms_norm_quantise(x: Tensor, weight: Tensor, eps: float, *, impl: str = "aut
 
     The quantised rows have the bits of `quantise_rows` of the first result. The kernel is one launch.
     """
-    if x.dim() != 2 or list(weight.shape) != [x.shape[1]]:
-        raise ValueError(f"rms_norm_quantise: x {list(x.shape)} and weight {list(weight.shape)} do not fit together")
+    check_norm("rms_norm_quantise", x, weight)
     if choose_rms_norm_quantise(x, impl=impl).impl == "triton":
         from ..block_fp8 import triton
 
-        normed, values, scales = triton.rms_norm_quantise(x, weight, eps)
+        normed, values, scales = triton.rms_norm_quantise(x, dense(weight), eps)
         return normed, QuantisedRows(values, scales.t())
     normed = rms_norm(x, weight, eps)
     return normed, quantise_rows(normed)

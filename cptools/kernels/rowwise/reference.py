@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..arguments import ANY, FLOATS_AND_DOUBLE, check_one_device, check_tensor
 from ..block_fp8 import BlockFP8, block_fp8_linear
 from ..row_tiles import in_tiles, pad_widths, tiled_product
 
@@ -60,22 +61,32 @@ def head_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tens
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x * rsqrt(mean(x^2) + eps) over the last dim of x [T, D]; float32 inside, cast before the weight."""
-    _check(x, weight.shape[0], "rms_norm")
 
     def norm(tile: Tensor) -> Tensor:
         wide = tile.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * (wide * scale).to(tile.dtype)
+        # A product with a weight of another dtype is as wide as the wider of the two.
+        return (weight * (wide * scale).to(tile.dtype)).to(tile.dtype)
 
     return in_tiles(x, x.shape[1], norm, x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm with affine part over the last dim of x [T, D]."""
-    _check(x, weight.shape[0], "layer_norm")
+    check_norm("layer_norm", x, weight, bias)
     return in_tiles(
         x, x.shape[1], lambda tile: torch.nn.functional.layer_norm(tile, weight.shape, weight, bias, eps), x.dtype
     )
+
+
+def check_norm(op: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """ValueError unless x is floats [T, D], and weight and bias are floats [D] beside it."""
+    check_tensor(op, "x", x, FLOATS_AND_DOUBLE, (ANY, ANY))
+    width = x.shape[1:]
+    check_tensor(op, "weight", weight, FLOATS_AND_DOUBLE, width)
+    if bias is not None:
+        check_tensor(op, "bias", bias, FLOATS_AND_DOUBLE, width)
+    check_one_device(op, x=x, weight=weight, bias=bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +118,21 @@ def rope_interleaved(x: Tensor, angles: RopeAngles) -> Tensor:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+def check_rope(op: str, x: Tensor, angles: RopeAngles) -> None:
+    """ValueError unless x is floats [T, D] or [T, H, D], and angles are those of T tokens and D / 2 pairs beside it."""
+    shape = x.shape
+    if len(shape) not in (2, 3) or shape[-1] % 2 or x.dtype not in FLOATS_AND_DOUBLE:
+        raise ValueError(f"{op}: x must be floats [T, D] or [T, H, D], D even, got {x.dtype} {list(shape)}")
+    check_angles(op, angles, (shape[0], shape[-1] // 2))
+    check_one_device(op, x=x, cos=angles.cos, sin=angles.sin)
+
+
+def check_angles(op: str, angles: RopeAngles, shape: tuple[int, int]) -> None:
+    """ValueError unless both cos and sin are floats in the shape (tokens, pairs), in which `ANY` is any size."""
+    check_tensor(op, "cos", angles.cos, FLOATS_AND_DOUBLE, shape)
+    check_tensor(op, "sin", angles.sin, FLOATS_AND_DOUBLE, angles.cos.shape)
 
 
 def silu(x: Tensor) -> Tensor:

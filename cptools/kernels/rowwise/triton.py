@@ -56,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, D], dense in D -> [T, D] in its dtype."""
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    if rows:
+    if rows and width:
         block = triton.next_power_of_2(width)
         rms_norm_kernel[(rows,)](x, weight, out, x.stride(0), width, eps, BLOCK=block, num_warps=warps_of(block))
     return out
@@ -73,7 +73,7 @@ def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tokens, heads, width = x.shape
     out = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
     rows = tokens * heads
-    if rows:
+    if rows and width:
         rope_kernel[(triton.cdiv(rows, _ROPE_ROWS),)](
             x,
             cos,

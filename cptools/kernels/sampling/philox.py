@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arguments import ANY, check_count, check_one_device, check_tensor
+
 SAMPLE, ACCEPT, DRAFT = range(3)
 """What a number is drawn for: a token, the acceptance of a draft, a draft. Different numbers for each."""
 
@@ -38,8 +40,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 def uniforms(seed: Tensor, request: Tensor, positions: Tensor, *, purpose: int, count: int) -> Tensor:
     """float32 [T, count] in (0, 1): column i of a row is number i of (seed, request, position, purpose), int64 [T].
 
-    Exact to 32 bits near 0; the largest is 1 - 2^-24.
+    Exact to 32 bits near 0; the largest is 1 - 2^-24. Raises ValueError where the three do not fit together.
     """
+    op = "uniforms"
+    check_tensor(op, "seed", seed, (torch.int64,), (ANY,))
+    check_tensor(op, "request", request, (torch.int64,), seed.shape)
+    check_tensor(op, "positions", positions, (torch.int64,), seed.shape)
+    check_one_device(op, seed=seed, request=request, positions=positions)
+    check_count(op, "count", count)
     blocks = torch.arange(-(-count // 4), device=seed.device).unsqueeze(0)
     at, whose = (positions & _MASK).unsqueeze(1), (request & _MASK).unsqueeze(1)
     key = (seed & _MASK).unsqueeze(1), ((seed >> 32) & _MASK).unsqueeze(1)

@@ -16,11 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import ANY, check_count, check_integers, check_one_device, check_tensor
 from ..topk_select import topk_select
 from .philox import ACCEPT, SAMPLE, uniforms
 from .settings import SamplingRows
 
 ROW_TILE = 16
+
+_LONG = (torch.int64,)  # ids by which torch gathers, and counters of random numbers
+_FLOAT = (torch.float32,)
 
 
 class Verified(NamedTuple):
@@ -59,26 +63,30 @@ def _by_tile(fn: Callable[..., Tensor], *columns: Tensor) -> Tensor:
     return torch.cat(results)
 
 
-def _check(op: str, logits: Tensor, rows: SamplingRows, *others: Tensor) -> None:
+def _check(op: str, logits: Tensor, rows: SamplingRows, positions: Tensor | None = None) -> None:
     if logits.dim() != 2 or logits.dtype != torch.float32 or logits.shape[1] < 1:
         raise ValueError(f"{op}: want float32 [T, vocab], got {logits.dtype} {tuple(logits.shape)}")
-    if len(rows) != logits.shape[0] or any(other.shape != logits.shape[:1] for other in others):
-        shapes = [tuple(other.shape) for other in others]
-        raise ValueError(f"{op}: {logits.shape[0]} rows of logits, {len(rows)} of settings, others {shapes}")
+    if len(rows) != logits.shape[0]:
+        raise ValueError(f"{op}: {logits.shape[0]} rows of logits, {len(rows)} of settings")
+    if positions is not None:
+        check_tensor(op, "positions", positions, _LONG, logits.shape[:1])
+    check_one_device(op, logits=logits, settings=rows.temperature, positions=positions)
 
 
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     """The distribution each row is drawn from: logits float32 [T, vocab] -> float32 [T, vocab]. Local.
 
     softmax(logits / temperature) over the tokens that top_k and then top_p leave; one-hot where the temperature is 0. A
-    logit of -inf has probability 0.
+    logit of -inf has probability 0. A row whose largest logit is infinite or NaN is taken as at temperature 0, so that
+    what is drawn from it shows the NaN as `argmax` does.
     """
     _check("probabilities", logits, rows)
     truncate = rows.truncated
 
     def distribution(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        greedy = temperature.unsqueeze(1) == 0
-        scaled = (x - x.amax(1, keepdim=True)) / torch.where(greedy, 1.0, temperature.unsqueeze(1))
+        peak = x.amax(1, keepdim=True)
+        greedy = (temperature.unsqueeze(1) == 0) | ~torch.isfinite(peak)
+        scaled = (x - peak) / torch.where(greedy, 1.0, temperature.unsqueeze(1))
         if truncate:
             weights = _truncated(x, torch.exp(scaled), top_k.unsqueeze(1), top_p.unsqueeze(1))
         else:
@@ -107,12 +115,12 @@ def draw(weights: Tensor, rows: SamplingRows, positions: Tensor, *, purpose: int
     """A token of each row with probability in proportion to weights float32 [T, vocab], >= 0 -> int64 [T]. Local.
 
     positions int64 [T]: where in its sequence the token will stand. purpose: SAMPLE, or DRAFT for numbers of their own.
-    A row of zeros gives 0.
+    A row of zeros gives 0, and one with a NaN its first NaN.
     """
     _check("draw", weights, rows, positions)
 
     def race(w: Tensor, u: Tensor) -> Tensor:
-        return torch.where(w > 0, w / -torch.log1p(-u), -1.0).argmax(1)
+        return torch.where(w <= 0, -1.0, w / -torch.log1p(-u)).argmax(1)
 
     numbers = uniforms(rows.seed, rows.request, positions, purpose=purpose, count=weights.shape[1])
     return _by_tile(race, weights, numbers)
@@ -123,8 +131,8 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
 
     positions int64 [T]: where in its sequence the token will stand.
     """
+    _check("sample", logits, rows, positions)
     if rows.greedy:
-        _check("sample", logits, rows, positions)
         return logits.argmax(1)
     return draw(probabilities(logits, rows), rows, positions)
 
@@ -146,18 +154,18 @@ def verify_drafts(
 
     Args:
         logits: float32 [R, k + 1, vocab] of the target; row j is what follows draft j (row 0: no draft yet).
-        drafts: int64 [R, k]; k may be 0.
+        drafts: int64 [R, k]; k may be 0. One outside the vocabulary is never accepted.
         positions: int64 [R]: where in its sequence the first draft stands.
-        counts: int64 [R]: how many of its k drafts a request has, 0 to k; what stands behind them does not matter.
+        counts: integers [R]: how many of its k drafts a request has, 0 to k; what stands behind them does not matter.
         draft_probs: float32 [R, k, vocab], the distributions that the drafts were drawn from; without them the drafts
             were not drawn, and q is 1 at the draft.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit.
     """
     requests, steps, vocab = _check_drafts(logits, drafts, rows, positions, counts, draft_probs)
     offsets = torch.arange(steps, device=drafts.device)
-    given = offsets < counts.unsqueeze(1)
+    given = (offsets < counts.unsqueeze(1)) & (drafts >= 0) & (drafts < vocab)
     drafts = torch.where(given, drafts, 0)
     every = rows.repeat(steps + 1)
     if rows.greedy:
@@ -201,11 +209,21 @@ def _check_drafts(
         raise ValueError(
             f"verify_drafts: drafts {tuple(drafts.shape)} do not fit logits {tuple(logits.shape)}, draft_probs {probs}"
         )
-    if not len(rows) == positions.shape[0] == counts.shape[0] == requests:
-        raise ValueError(
-            f"verify_drafts: {requests} requests, {len(rows)} settings, positions {tuple(positions.shape)}, "
-            f"counts {tuple(counts.shape)}"
-        )
+    if len(rows) != requests:
+        raise ValueError(f"verify_drafts: {requests} requests, {len(rows)} settings")
+    op = "verify_drafts"
+    check_tensor(op, "drafts", drafts, _LONG, (requests, steps))
+    check_tensor(op, "positions", positions, _LONG, (requests,))
+    check_integers(op, "counts", counts, (requests,))
+    check_one_device(
+        op,
+        logits=logits,
+        drafts=drafts,
+        settings=rows.temperature,
+        positions=positions,
+        counts=counts,
+        draft_probs=draft_probs,
+    )
     return want
 
 
@@ -225,12 +243,20 @@ def _verified(drafts: Tensor, accepted: Tensor, own: Tensor) -> Verified:
 def token_logprobs(logits: Tensor, ids: Tensor, n: int) -> TokenLogprobs:
     """Log-probabilities of chosen tokens ids int64 [T] and of the n most likely, from logits float32 [T, vocab]. Local.
 
-    Raises ValueError if shapes do not fit or n is outside [0, vocab].
+    An id outside the vocabulary has NaN. Raises ValueError if shapes, dtypes or devices do not fit or n is outside
+    [0, vocab].
     """
-    if logits.dim() != 2 or ids.shape != logits.shape[:1] or not 0 <= n <= logits.shape[1]:
-        raise ValueError(f"token_logprobs: logits {tuple(logits.shape)}, ids {tuple(ids.shape)}, n={n}")
+    op = "token_logprobs"
+    check_tensor(op, "logits", logits, _FLOAT, (ANY, ANY))
+    check_tensor(op, "ids", ids, _LONG, logits.shape[:1])
+    check_one_device(op, logits=logits, ids=ids)
+    check_count(op, "n", n)
+    vocab = logits.shape[1]
+    if n > vocab or not vocab:
+        raise ValueError(f"{op}: n={n} of a vocabulary of {vocab} in logits {list(logits.shape)}")
     norm = _by_tile(lambda x: torch.logsumexp(x, 1), logits)
-    chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1) - norm
+    known = (ids >= 0) & (ids < vocab)
+    chosen = torch.where(known, logits.gather(1, torch.where(known, ids, 0).unsqueeze(1)).squeeze(1) - norm, torch.nan)
     if n == 0:
         return TokenLogprobs(chosen, ids.new_empty(len(ids), 0), logits.new_empty(len(ids), 0))
     best, values = topk_select(logits, n)

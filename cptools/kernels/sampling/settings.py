@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...integers import require_int
+from ..arguments import ANY, check_one_device, check_tensor
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,20 @@ class Sampling:
                 raise ValueError(f"{name}={getattr(self, name)} must be below 2^{bits}")
 
 
+_COLUMNS = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "seed": torch.int64,
+    "request": torch.int64,
+}
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingRows:
     """`Sampling` of T rows, tensors [T] on one device, and what the host knows of all of them.
+
+    Raises ValueError where the tensors do not fit together.
 
     The two flags choose the work that is done, so a captured graph serves rows with flags as at its capture: `greedy`
     rows read logits only, and without `truncated` no row is sorted.
@@ -61,6 +73,12 @@ class SamplingRows:
     """Every row has temperature 0."""
     truncated: bool
     """Some row that is not greedy has top_k > 0 or top_p < 1."""
+
+    def __post_init__(self) -> None:
+        op, shape = "SamplingRows", (ANY,) if self.temperature.dim() != 1 else self.temperature.shape
+        for name, dtype in _COLUMNS.items():
+            check_tensor(op, name, getattr(self, name), (dtype,), shape)
+        check_one_device(op, **{name: getattr(self, name) for name in _COLUMNS})
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> SamplingRows:

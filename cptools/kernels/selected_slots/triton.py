@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import dense, dense_rows
 from ..compile_spec import CompileSpec
 
 _BLOCK = 1024
@@ -59,15 +60,16 @@ def selected_slots(
     rows, columns = positions.shape
     if not rows or not columns:
         return
+    positions, tables, made = dense_rows(positions), dense_rows(tables), dense_rows(out)
     selected_slots_kernel[(rows, triton.cdiv(columns, _BLOCK))](
-        out,
+        made,
         positions,
-        request_ids,
+        dense(request_ids),
         tables,
         columns,
         tables.shape[0],
         tables.shape[1],
-        out.stride(0),
+        made.stride(0),
         positions.stride(0),
         tables.stride(0),
         rank,
@@ -77,6 +79,8 @@ def selected_slots(
         BLOCK=_BLOCK,
         num_warps=4,
     )
+    if made is not out:
+        out.copy_(made)
 
 
 @selected_slots.register_fake
