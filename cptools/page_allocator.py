@@ -43,6 +43,10 @@ class PageAllocator:
             raise ValueError(f"page {page} is outside num_pages={self.num_pages}")
         return self._users[page]
 
+    def counts(self) -> tuple[int, ...]:
+        """Reference count of every page."""
+        return tuple(self._users)
+
     def allocate(self, n: int) -> list[int]:
         """Take the n lowest free pages, each with one user, in ascending order.
 

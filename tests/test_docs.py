@@ -17,6 +17,7 @@ import torch
 
 from cptools import ParallelConfig, ParallelGroups
 from cptools.formats import FP8_INDEX, FP8_MLA
+from cptools.residency.states import drawing, state_rows
 from examples import demo_model
 from models.glm53 import GLM53Config
 from models.glm53.weight_split import WeightSplit
@@ -114,10 +115,17 @@ def test_memory_of_the_released_checkpoint_is_computed():
         assert cells.split(" | ") == [str(sizes.world_size), *(f"{size / 2**30:.1f}" for size in gib)], flags
 
 
+def test_state_machine_is_drawn_from_the_table():
+    page = (ROOT / "docs/hisparse.md").read_text()
+    assert f"```mermaid\n{drawing()}\n```" in page
+    assert f"\n\n{state_rows()}\n\n" in page
+
+
 def test_floor_plan_names_every_file():
     plan = (ROOT / "docs/architecture.md").read_text().split("```")[1]
     named_files = set(re.findall(r"\w+\.py", plan)) - {"impl.py"}
-    folders = ["cptools", "cptools/planner", "models/glm53", "models/glm53/weights", "serving/engine", "examples"]
+    folders = ["cptools", "cptools/planner", "cptools/residency", "models/glm53", "models/glm53/weights"]
+    folders += ["serving/engine", "examples"]
     there = {file.name for folder in folders for file in (ROOT / folder).glob("*.py")}
     assert named_files == there
 

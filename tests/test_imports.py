@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Every file of cptools stands in one of these layers; `front` sees all of them, and none of them sees `front`.
 # A name ending in / is a folder.
 LAYERS = {
-    "plans": "integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan planner/".split(),
+    "plans": """integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan planner/
+                residency/""".split(),
     "kernels": "kernels/ formats partial".split(),
     "modules": """collectives cp_shard kv_shard lse_merge parallel host_pool paged_rows step_rows layer_context cp_kv
                   shared_rows tensor_parallel expert_exchange lockstep spans""".split(),
