@@ -87,3 +87,15 @@ def is_aligned(x: Tensor, multiple: int) -> bool:
 def aligned(x: Tensor, multiple: int) -> Tensor:
     """x itself where its memory starts at a multiple of so many bytes, else a copy, which does."""
     return x if x.data_ptr() % multiple == 0 else x.clone()
+
+
+def holds_words(rows: Tensor, size: int, first: int = 0) -> bool:
+    """Whether bytes [S, row] can be viewed as words of so many bytes, from byte ``first`` of each row on.
+
+    Addresses count as multiples in a trace of torch.compile, as in `is_aligned`; there such a view is an error.
+    """
+    if rows.stride(1) != 1 or rows.stride(0) % size:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return (rows.storage_offset() + first) % size == 0 and (rows.data_ptr() + first) % size == 0

@@ -180,7 +180,7 @@ def test_real_scores_in_fp64(heads, dim) -> None:
 
 def test_row_beyond_the_keys_raises() -> None:
     query, weights, keys = integers(2, 2, 8, seed=26), integers(2, 2, seed=27), integers(10, 8, seed=28)
-    for starts, lens in (([0, 0], [10, 11]), ([0, 4], [10, 7]), ([11, 11], [0, 0])):
+    for starts, lens in (([0, 0], [10, 11]), ([0, 4], [10, 7])):
         with pytest.raises(ValueError, match="to 11, there are 10 keys"):
             indexer_topk(query, weights, keys, key_starts=ids(starts), kv_lens=ids(lens), k=3)
 
@@ -194,9 +194,9 @@ def test_wrong_shapes_raise_with_the_numbers() -> None:
         indexer_topk(query, weights[:, :2], keys, key_starts=two, kv_lens=two, k=3)
     with pytest.raises(ValueError, match=r"\(2, 8\), \(2, 3\), \(10, 8\)"):
         indexer_scores(query[:, 0], weights, keys)
-    with pytest.raises(ValueError, match=r"key_starts \(1,\) and kv_lens \(2,\) must be \[2\]"):
+    with pytest.raises(ValueError, match=r"key_starts must be int64 or int32 \[2\], got int64 \[1\]"):
         indexer_topk(query, weights, keys, key_starts=two[:1], kv_lens=two, k=3)
-    with pytest.raises(ValueError, match=r"key_starts \(2,\) and kv_lens \(2, 1\) must be \[2\]"):
+    with pytest.raises(ValueError, match=r"kv_lens must be int64 or int32 \[2\], got int64 \[2, 1\]"):
         indexer_topk(query, weights, keys, key_starts=two, kv_lens=two.unsqueeze(1), k=3)
 
 

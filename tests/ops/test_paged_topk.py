@@ -111,9 +111,9 @@ def test_no_rows_no_pages_no_keys() -> None:
 def test_misfits_are_refused() -> None:
     row_format, pages, tables, _, query, weights, lens = problem(FP8, 32, 1)
     sizes = {"k": 3, "row_format": row_format, "page_size": PAGE}
-    with pytest.raises(ValueError, match=r"want query \[T, H, 32\]"):
+    with pytest.raises(ValueError, match=r"want float query \[T, H, 32\]"):
         paged_topk(query[:, :, :31], weights, pages, tables, kv_lens=lens, **sizes)
-    with pytest.raises(ValueError, match="pages must be uint8"):
+    with pytest.raises(ValueError, match=r"pages must be uint8 \[any, 576\], got uint8 \[\d+, 575\]"):
         paged_topk(query, weights, pages[:, 1:], tables, kv_lens=lens, **sizes)
     with pytest.raises(ValueError, match="6 rows need"):
         paged_topk(query, weights, pages, tables[:4], kv_lens=lens, **sizes)

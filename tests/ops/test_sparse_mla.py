@@ -203,9 +203,9 @@ def test_wrong_shapes_raise_with_the_numbers() -> None:
         sparse_mla(query, rows, ids, scale=1.0, v_dim=0)
     with pytest.raises(ValueError, match=r"\(3, 8\), \(9, 8\)"):
         sparse_mla(query[:, 0], rows, ids, scale=1.0, v_dim=4)
-    with pytest.raises(ValueError, match=r"ids must be \[3, K\], got \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"ids must be int64 or int32 \[3, any\], got int64 \[2, 4\]"):
         sparse_mla(query, rows, ids[:2], scale=1.0, v_dim=4)
-    with pytest.raises(ValueError, match=r"ids must be \[3, K\], got \(3,\)"):
+    with pytest.raises(ValueError, match=r"ids must be int64 or int32 \[3, any\], got int64 \[3\]"):
         sparse_mla(query, rows, ids[:, 0], scale=1.0, v_dim=4)
 
 

@@ -246,9 +246,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 def test_wrong_arguments_raise_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"\(7,\), k=2"):
+    with pytest.raises(ValueError, match=r"scores must be float32 \[any, any\], got float32 \[7\]"):
         topk_select(torch.zeros(7), 2)
-    with pytest.raises(ValueError, match=r"\(1, 7\), k=0"):
+    with pytest.raises(ValueError, match="k=0 must be >= 1"):
         topk_select(torch.zeros(1, 7), 0)
     with pytest.raises(ValueError, match="float32"):
         topk_select(torch.zeros(1, 7, dtype=torch.float64), 2)
@@ -256,7 +256,7 @@ def test_wrong_arguments_raise_with_the_numbers() -> None:
 
 @pytest.mark.parametrize("lengths", [torch.tensor([1]), torch.tensor([1, 2]), torch.ones(3, 1, dtype=torch.int64)])
 def test_lengths_of_another_shape_are_refused(lengths: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"lengths must be \[3\]"):
+    with pytest.raises(ValueError, match=r"lengths must be int64 or int32 \[3\], got"):
         topk_select(torch.zeros(3, 5), 2, lengths=lengths)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...formats import FP8
 from .. import impl as implementations
+from ..arguments import FLOATS, check_count, check_integers, check_one_device, dense, dense_rows, is_aligned
 from ..topk_select import MAX_K
 from . import fp8_reference, reference
 from .chunks import by_position, topk_of_chunks
@@ -29,7 +30,6 @@ __all__ = [
 WORKSPACE_BYTES = 320 << 20
 """What the fused top-k may use beside its results, by default."""
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _GLUON_HEADS = (32, 64)
 _GLUON_DIM = 128
 _GLUON_TILE = 64
@@ -56,7 +56,7 @@ def _gluon_obstacle(query: Tensor, keys: Tensor | IndexKeys) -> str | None:
         return f"built for 32 or 64 heads of {_GLUON_DIM}, got {query.shape[-2]} of {query.shape[-1]}"
     if keys.page_size % _GLUON_TILE:
         return f"pages of {keys.page_size} keys are not a multiple of {_GLUON_TILE}"
-    if keys.values.data_ptr() % 16 or keys.values.stride(0) % 16 or keys.scales.stride(-1) != 1:
+    if not is_aligned(keys.values, 16) or keys.values.stride(0) % 16 or keys.scales.stride(-1) != 1:
         return "keys are not aligned to 16 bytes or scales not back to back"
     if not keys.page_size and keys.values.stride(0) != _GLUON_DIM:
         return "keys are not back to back"
@@ -68,14 +68,15 @@ def indexer_scores(query: Tensor, weights: Tensor, keys: Tensor, *, impl: str = 
 
     For inspection. impl: "auto" | "reference" | "triton"; `choose_indexer_scores` says what would run. Local.
     """
+    _check_floats(query, weights, keys)
+    check_one_device("indexer", query=query, weights=weights, keys=keys)
     if choose_indexer_scores(query, keys, impl=impl).impl == "reference":
         return reference.indexer_scores(query, weights, keys)
-    _check_floats(query, weights, keys)
     from .triton import scores_into
 
     out = torch.empty(query.shape[0], keys.shape[0], dtype=torch.float32, device=query.device)
     lens = torch.full(query.shape[:1], keys.shape[0], dtype=torch.int64, device=query.device)
-    scores_into(out, query.contiguous(), _weights(weights), _rows(keys), None, None, None, lens, 0, 0)
+    scores_into(out, query.contiguous(), _weights(weights), dense_rows(keys), None, None, None, lens, 0, 0)
     return out
 
 
@@ -94,7 +95,8 @@ def indexer_topk(
     """The k best keys of each query, without storing the scores.
 
     query [T, H, D], weights [T, H] and keys [S, D], floats, any scales already applied. Row t may see
-    ``keys[key_starts[t] : key_starts[t] + kv_lens[t]]`` (integers [T]; rows of one sequence next to each other).
+    ``keys[key_starts[t] : key_starts[t] + kv_lens[t]]`` (int32 or int64 [T]; rows of one sequence next to each other);
+    a padded row has kv_lens 0 and any key_starts.
     Returns (positions [T, k] int64 relative to key_starts, scores [T, k] float32) ordered by (score descending,
     position ascending), then -1 and -inf. Local.
 
@@ -103,13 +105,15 @@ def indexer_topk(
     ``workspace_bytes`` beside the results, or what k candidates and k scores a row need. The reference raises
     ValueError if a row reaches beyond S, and ignores both arguments.
     """
+    _check_floats(query, weights, keys)
+    _check_rows(query, weights, keys, kv_lens, key_starts)
+    _check_selection(k, columns)
     if choose_indexer_scores(query, keys, impl=impl).impl == "reference":
         return reference.indexer_topk(query, weights, keys, key_starts=key_starts, kv_lens=kv_lens, k=k)
-    _check_floats(query, weights, keys)
-    _check_rows(query, kv_lens, key_starts)
     from .triton import scores_into
 
-    query, weights, keys = query.contiguous(), _weights(weights), _rows(keys)
+    query, weights, keys = query.contiguous(), _weights(weights), dense_rows(keys)
+    key_starts, kv_lens = dense(key_starts), dense(kv_lens)
 
     def score(out: Tensor, part: slice, first: int) -> None:
         starts, lens = key_starts[part], kv_lens[part]
@@ -138,14 +142,16 @@ def indexer_scores_fp8(
     """Scores of FP8 queries and keys -> float32 [T, columns], column = position in the row's sequence.
 
     query [T, H, D] e4m3, its scale folded into weights [T, H] float32 (ReLU commutes with it). Row t sees the first
-    ``kv_lens[t]`` keys of its sequence (integers [T]), -inf beyond. Its sequence starts at key ``key_starts[t]``, by
-    default 0; in pages it is request ``t // (T // R)``. columns: by default what keys can hold; more of them are -inf.
-    fill=False leaves what is beyond a row's length undefined, for readers that take lengths, and saves a launch.
+    ``kv_lens[t]`` keys of its sequence (int32 or int64 [T]), -inf beyond. Its sequence starts at key ``key_starts[t]``,
+    by default 0, and has no key if that is negative; in pages it is request ``t // (T // R)``. columns: by default what
+    keys can hold; more of them are -inf. fill=False leaves what is beyond a row's length undefined, for readers that
+    take lengths, and saves a launch.
 
     Local, on the current stream; the kernels make no host sync and may be captured in a CUDA graph. impl: "auto" |
     "reference" | "triton" | "gluon"; `choose_indexer_scores` says what would run.
     """
     _check_fp8(query, weights, keys, kv_lens, key_starts)
+    _check_selection(None, columns)
     columns = keys.capacity if columns is None else columns
     chosen = choose_indexer_scores(query, keys, impl=impl).impl
     if chosen == "reference":
@@ -153,9 +159,10 @@ def indexer_scores_fp8(
             query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, columns=columns
         )
     out = torch.empty(query.shape[0], columns, dtype=torch.float32, device=query.device)
-    kv_lens, key_starts = kv_lens.contiguous(), None if key_starts is None else key_starts.contiguous()
+    keys, kv_lens, key_starts = keys.dense(), dense(kv_lens), None if key_starts is None else dense(key_starts)
     inside = out[:, : keys.capacity]  # the kernels look no further in a block table
-    _score_fp8(chosen, inside, query.contiguous(), _weights(weights), keys, key_starts, kv_lens, 0)
+    tables = keys.block_tables
+    _score_fp8(chosen, inside, query.contiguous(), _weights(weights), keys, tables, key_starts, kv_lens, 0)
     if fill:
         from .triton import fill_beyond
 
@@ -185,13 +192,14 @@ def indexer_topk_fp8(
     if sorted_by not in ("score", "position", "none"):
         raise ValueError(f"indexer_topk_fp8: sorted_by must be 'score', 'position' or 'none', got {sorted_by!r}")
     _check_fp8(query, weights, keys, kv_lens, key_starts)
+    _check_selection(k, columns)
     chosen = choose_indexer_scores(query, keys, impl=impl).impl
     if chosen == "reference":
         best = fp8_reference.indexer_topk_fp8(query, weights, keys, kv_lens=kv_lens, key_starts=key_starts, k=k)
         return by_position(*best) if sorted_by == "position" else best
-    query, weights = query.contiguous(), _weights(weights)
+    query, weights, keys = query.contiguous(), _weights(weights), keys.dense()
     lens = _within(keys.capacity, key_starts, kv_lens)
-    key_starts = None if key_starts is None else key_starts.contiguous()
+    key_starts = None if key_starts is None else dense(key_starts)
     columns = keys.capacity if columns is None else min(columns, keys.capacity)
     if _takes_ring(chosen, query, keys, k, columns, workspace_bytes):
         from .blocks_gluon import topk
@@ -204,12 +212,10 @@ def indexer_topk_fp8(
     queries = 1 if keys.block_tables is None else query.shape[0] // max(requests, 1)
 
     def score(out: Tensor, part: slice, first: int) -> None:
-        some = keys
-        if keys.block_tables is not None:
-            tables = keys.block_tables[part.start // queries : part.stop // queries]
-            some = IndexKeys(keys.values, keys.scales, tables)
+        tables = keys.block_tables
+        tables = None if tables is None else tables[part.start // queries : part.stop // queries]
         starts = None if key_starts is None else key_starts[part]
-        _score_fp8(chosen, out, query[part], weights[part], some, starts, lens[part], first)
+        _score_fp8(chosen, out, query[part], weights[part], keys, tables, starts, lens[part], first)
 
     return topk_of_chunks(
         score,
@@ -238,22 +244,23 @@ def _score_fp8(
     query: Tensor,
     weights: Tensor,
     keys: IndexKeys,
+    tables: Tensor | None,
     starts: Tensor | None,
     lens: Tensor,
     first: int,
 ) -> None:
+    """tables: the rows' part of those of the keys."""
     if chosen == "gluon":
         from .gluon import scores_into
     else:
         from .triton import scores_into
-    tables = keys.block_tables
     scores_into(out, query, weights, keys.values, keys.scales, tables, starts, lens, first, keys.page_size)
 
 
 def _within(capacity: int, starts: Tensor | None, lens: Tensor) -> Tensor:
     """Lengths that the kernels see, cut where the keys end; without starts, ``columns`` cut them."""
     if starts is None:
-        return lens.contiguous()
+        return dense(lens)
     return torch.minimum(lens, capacity - starts).masked_fill(starts < 0, 0)
 
 
@@ -261,27 +268,38 @@ def _weights(weights: Tensor) -> Tensor:
     return weights.float().contiguous()
 
 
-def _rows(keys: Tensor) -> Tensor:
-    return keys if keys.stride(1) == 1 else keys.contiguous()
-
-
 def _check_floats(query: Tensor, weights: Tensor, keys: Tensor) -> None:
-    if query.dim() != 3 or weights.shape != query.shape[:2] or keys.dim() != 2 or keys.shape[1] != query.shape[2]:
+    if (
+        query.dim() != 3
+        or query.shape[1] < 1
+        or weights.shape != query.shape[:2]
+        or keys.dim() != 2
+        or keys.shape[1] != query.shape[2]
+    ):
         raise ValueError(
             f"indexer: want query [T, H, D], weights [T, H], keys [S, D], "
             f"got {tuple(query.shape)}, {tuple(weights.shape)}, {tuple(keys.shape)}"
         )
-    if query.dtype not in _FLOATS or keys.dtype not in _FLOATS:
-        raise ValueError(f"indexer: want float queries and keys, got {query.dtype} and {keys.dtype}")
+    if query.dtype not in FLOATS or keys.dtype not in FLOATS or not weights.is_floating_point():
+        raise ValueError(
+            f"indexer: want float queries, weights and keys, got {query.dtype}, {weights.dtype} and {keys.dtype}"
+        )
 
 
 def _check_fp8(query: Tensor, weights: Tensor, keys: IndexKeys, kv_lens: Tensor, key_starts: Tensor | None) -> None:
-    if query.dim() != 3 or query.dtype != FP8 or weights.shape != query.shape[:2] or query.shape[2] != keys.dim:
+    if (
+        query.dim() != 3
+        or query.dtype != FP8
+        or query.shape[1] < 1
+        or query.shape[2] != keys.dim
+        or weights.shape != query.shape[:2]
+        or not weights.is_floating_point()
+    ):
         raise ValueError(
-            f"indexer: want query e4m3 [T, H, {keys.dim}] and weights [T, H], "
-            f"got {query.dtype} {tuple(query.shape)} and {tuple(weights.shape)}"
+            f"indexer: want query e4m3 [T, H, {keys.dim}] and float weights [T, H], "
+            f"got {query.dtype} {tuple(query.shape)} and {weights.dtype} {tuple(weights.shape)}"
         )
-    _check_rows(query, kv_lens, key_starts)
+    _check_rows(query, weights, keys.values, kv_lens, key_starts)
     if keys.block_tables is None:
         return
     if key_starts is not None:
@@ -291,8 +309,15 @@ def _check_fp8(query: Tensor, weights: Tensor, keys: IndexKeys, kv_lens: Tensor,
         raise ValueError(f"indexer: {query.shape[0]} rows can not be shared evenly by {requests} block tables")
 
 
-def _check_rows(query: Tensor, kv_lens: Tensor, key_starts: Tensor | None) -> None:
-    rows = query.shape[:1]
-    if kv_lens.shape != rows or (key_starts is not None and key_starts.shape != rows):
-        starts = None if key_starts is None else tuple(key_starts.shape)
-        raise ValueError(f"indexer: kv_lens {tuple(kv_lens.shape)} and key_starts {starts} must be [{rows[0]}]")
+def _check_rows(query: Tensor, weights: Tensor, keys: Tensor, kv_lens: Tensor, key_starts: Tensor | None) -> None:
+    check_integers("indexer", "kv_lens", kv_lens, (query.shape[0],))
+    if key_starts is not None:
+        check_integers("indexer", "key_starts", key_starts, (query.shape[0],))
+    check_one_device("indexer", query=query, weights=weights, keys=keys, kv_lens=kv_lens, key_starts=key_starts)
+
+
+def _check_selection(k: int | None, columns: int | None) -> None:
+    if k is not None:
+        check_count("indexer", "k", k, minimum=1)
+    if columns is not None:
+        check_count("indexer", "columns", columns)

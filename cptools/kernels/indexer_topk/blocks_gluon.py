@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arguments import aligned
 from ..topk_select.grouped_triton import GROUP, SPAN, GroupedSelection
 from .grouped_gluon import GroupedScores
 
@@ -67,7 +68,7 @@ def topk(
         scorers = main, torch.cuda.Stream()
         selector = torch.cuda.Stream(priority=-1)
         score = GroupedScores(
-            keys, scales, heads=query.shape[1], rows=block, columns=columns, starts=starts is not None
+            aligned(keys, 16), scales, heads=query.shape[1], rows=block, columns=columns, starts=starts is not None
         )
         select = GroupedSelection(block, columns, k, sorted_by, device)
         scorers[1].wait_stream(main)

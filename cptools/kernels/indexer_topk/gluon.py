@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..arguments import aligned
 from ..compile_spec import CompileSpec
 from ..relaunch import Relaunched
 from .contiguous_gluon import contiguous_kernel
@@ -70,6 +71,7 @@ def scores_into(
     columns = out.shape[1]
     if not rows or not columns:
         return
+    keys = aligned(keys, 16)
     if tables is None:
         score = ContiguousScores(
             keys, scales, heads=heads, rows=rows, columns=columns, starts=starts is not None, first=first

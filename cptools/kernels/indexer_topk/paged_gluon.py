@@ -104,7 +104,7 @@ def paged_kernel(
     table = tables + request * table_stride
     pages = ()
     for stage in gl.static_range(STAGES):
-        pages += (gl.load(table + (here + stage * TILE) // PAGE, mask=stage * TILE < width, other=-1).to(gl.int32),)
+        pages += (gl.load(table + (here + stage * TILE) // PAGE, mask=stage * TILE < width, other=-1),)
     row = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, OUT))
     exists = row < queries - in_request
     length = gl.load(lens + row0 + row, mask=exists, other=0).to(gl.int64)
@@ -159,7 +159,7 @@ def paged_kernel(
             )  # fmt: skip
             left -= TILE
             here += TILE
-            page = gl.load(table + here // PAGE, mask=left > 0, other=-1).to(gl.int32)
+            page = gl.load(table + here // PAGE, mask=left > 0, other=-1)
             scale = scale_tiles.index(slot).load(gl.SliceLayout(1, OUT))[:, None]
             acc = warpgroup_mma_wait(0, deps=[acc])
             products = gl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight

@@ -30,18 +30,18 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
 
 
 class _QueryTile:
-    """QUERY_TILE queries, padded, ready to be scored against any key tile."""
+    """QUERY_TILE queries, padded, ready to be scored in float32 against any key tile."""
 
     def __init__(self, query: Tensor, weights: Tensor) -> None:
         _, heads, depth = query.shape
         # Head-major, so that each head's scores are one contiguous block.
-        self.query = _pad_rows(query, QUERY_TILE).transpose(0, 1).reshape(heads * QUERY_TILE, depth)
-        self.weights = _pad_rows(weights, QUERY_TILE).t().contiguous().unsqueeze(2)
+        self.query = _pad_rows(query.float(), QUERY_TILE).transpose(0, 1).reshape(heads * QUERY_TILE, depth)
+        self.weights = _pad_rows(weights.float(), QUERY_TILE).t().contiguous().unsqueeze(2)
         self.heads = heads
 
     def score(self, keys: Tensor) -> Tensor:
         """keys [<= KEY_TILE, D] -> float32 [QUERY_TILE, KEY_TILE]."""
-        products = (self.query @ _pad_rows(keys, KEY_TILE).t()).relu_().view(self.heads, QUERY_TILE, KEY_TILE)
+        products = (self.query @ _pad_rows(keys.float(), KEY_TILE).t()).relu_().view(self.heads, QUERY_TILE, KEY_TILE)
         total = products[0] * self.weights[0]
         for head in range(1, self.heads):
             total.addcmul_(products[head], self.weights[head])
@@ -63,10 +63,10 @@ def _check(query: Tensor, weights: Tensor, keys: Tensor) -> None:
 
 
 def indexer_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """All scores of one sequence: query [T, H, D], weights [T, H], keys [S, D], float32 -> [T, S]. For inspection."""
+    """All scores of one sequence: query [T, H, D], weights [T, H], keys [S, D], floats -> float32 [T, S]."""
     _check(query, weights, keys)
     rows, length = query.shape[0], keys.shape[0]
-    out = query.new_empty(rows, length)
+    out = query.new_empty(rows, length, dtype=torch.float32)
     for start in range(0, rows, QUERY_TILE):
         stop = min(start + QUERY_TILE, rows)
         tile = _QueryTile(query[start:stop], weights[start:stop])
@@ -90,8 +90,9 @@ def indexer_topk(
 ) -> tuple[Tensor, Tensor]:
     """The k best keys of each query, without storing the scores.
 
-    query [T, H, D], weights [T, H] and keys [S, D], float32, any scales already applied. Row t may see
-    ``keys[key_starts[t] : key_starts[t] + kv_lens[t]]`` (int64 [T]; rows of one sequence next to each other).
+    query [T, H, D], weights [T, H] and keys [S, D], floats, any scales already applied. Row t may see
+    ``keys[key_starts[t] : key_starts[t] + kv_lens[t]]`` (integers [T]; rows of one sequence next to each other); of a
+    row that sees none, key_starts may be anything.
     Returns (positions [T, k] int64 relative to key_starts, scores [T, k] float32) ordered by (score descending,
     position ascending), then -1 and -inf. Local. Raises ValueError if shapes do not fit or a row reaches beyond S.
     """
@@ -102,6 +103,7 @@ def indexer_topk(
         raise ValueError(
             f"indexer_topk: key_starts {tuple(key_starts.shape)} and kv_lens {tuple(kv_lens.shape)} must be [{rows}]"
         )
+    key_starts = torch.where(kv_lens > 0, key_starts, key_starts.clamp(0, keys.shape[0]))
     ends = key_starts + kv_lens.clamp(min=0)
     if rows and not 0 <= int(key_starts.min()) <= int(ends.max()) <= keys.shape[0]:
         span = f"from {int(key_starts.min())} to {int(ends.max())}"

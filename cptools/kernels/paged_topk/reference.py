@@ -24,16 +24,21 @@ def paged_topk(
     """See `cptools.kernels.paged_topk`. Only as many pages are read as the longest row sees, which is a sync."""
     requests = tables.shape[0]
     longest = int(kv_lens.max()) if kv_lens.numel() else 0
-    blocks = -(-longest // page_size) if pages.shape[0] else 0
-    # A table ends in -1 where a request has no page; what stands there is beyond the lengths of its rows.
-    used = tables[:, :blocks].clamp(0, max(pages.shape[0] - 1, 0))
+    used = tables[:, : -(-max(longest, 0) // page_size)].long()
     span = used.shape[1] * page_size
-    rows = gather_sequences(pages, used, [span] * requests, planes=row_format.planes, page_size=page_size)
+    # Keys of a page that does not exist are zeros; behind these, a table usually ends in -1 beyond the lengths.
+    exists = (used >= 0) & (used < pages.shape[0])
+    some = pages if pages.shape[0] else pages.new_zeros(1, pages.shape[1])
+    found = torch.where(exists, used, 0)
+    rows = gather_sequences(some, found, [span] * requests, planes=row_format.planes, page_size=page_size)
+    keys = row_format.unpack(rows)
+    if not bool(exists.all()):
+        keys.masked_fill_(~exists.flatten().repeat_interleave(page_size).unsqueeze(1), 0.0)
     starts = torch.arange(requests, device=query.device).repeat_interleave(query.shape[0] // max(requests, 1)) * span
     return indexer.indexer_topk(
         row_format.round_query(query.float()),
         weights.float(),
-        row_format.unpack(rows),
+        keys,
         key_starts=starts,
         kv_lens=kv_lens.clamp(max=span),
         k=k,

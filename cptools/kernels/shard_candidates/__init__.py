@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...layout import KVLayout
+from ..arguments import ANY, check_count, check_integers, check_one_device, check_tensor
 from ..impl import Choice, choose, triton_obstacle
 from . import reference
 
@@ -20,11 +21,12 @@ def encode_candidates(positions: Tensor, scores: Tensor, *, layout: KVLayout, ra
     positions int64 [T, k]: indices among the tokens that ``rank`` holds, negative for none; scores float32 [T, k].
     Orders carry positions in the whole sequence, below 2^32. Local, no sync, may be captured in a CUDA graph.
     """
-    if positions.dim() != 2 or scores.shape != positions.shape or scores.dtype != torch.float32:
-        raise ValueError(
-            f"encode_candidates: want positions [T, k] and float32 scores alike, got {tuple(positions.shape)} and "
-            f"{scores.dtype} {tuple(scores.shape)}"
-        )
+    check_integers("encode_candidates", "positions", positions, (ANY, ANY))
+    check_tensor("encode_candidates", "scores", scores, (torch.float32,), tuple(positions.shape))
+    check_one_device("encode_candidates", positions=positions, scores=scores)
+    check_count("encode_candidates", "rank", rank)
+    if rank >= layout.world_size:
+        raise ValueError(f"encode_candidates: rank={rank} of world_size={layout.world_size}")
     if choose_shard_candidates(positions, impl=impl).impl == "reference":
         return reference.encode_candidates(positions, scores, layout=layout, rank=rank)
     from . import triton
@@ -37,8 +39,7 @@ def encode_candidates(positions: Tensor, scores: Tensor, *, layout: KVLayout, ra
 
 def chosen_positions(keys: Tensor, *, impl: str = "auto") -> Tensor:
     """Positions of orders int64 [T, k], such as `merge_orders` chose: ascending, then -1. Local as above."""
-    if keys.dim() != 2 or keys.dtype != torch.int64:
-        raise ValueError(f"chosen_positions: want int64 [T, k], got {keys.dtype} {tuple(keys.shape)}")
+    check_tensor("chosen_positions", "keys", keys, (torch.int64,), (ANY, ANY))
     if choose_shard_candidates(keys, impl=impl).impl == "reference":
         return reference.chosen_positions(keys)
     from . import triton

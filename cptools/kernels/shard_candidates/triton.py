@@ -33,10 +33,12 @@ def chosen_kernel(keys, positions, k, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * k + tl.arange(0, BLOCK)
     inside = tl.arange(0, BLOCK) < k
     key = tl.load(keys + at, mask=inside, other=_INVALID)
-    # 2^32 - 1 - position, so that nothing is what sorts last.
-    position = tl.where(key == _INVALID, 0xFFFFFFFF, 0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.uint32)
+    valid = key != _INVALID
+    # Nothing sorts last, after or beside a position of 2^32 - 1.
+    position = tl.where(valid, 0xFFFFFFFF - (key & 0xFFFFFFFF), 0xFFFFFFFF).to(tl.uint32)
     ordered = tl.sort(position).to(tl.int64)
-    tl.store(positions + at, tl.where(ordered == 0xFFFFFFFF, -1, ordered), mask=inside)
+    there = tl.arange(0, BLOCK) < tl.sum(valid.to(tl.int32))
+    tl.store(positions + at, tl.where(there, ordered, -1), mask=inside)
 
 
 @torch.library.custom_op("cptools::encode_candidates", mutates_args=())

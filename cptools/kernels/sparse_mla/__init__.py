@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...formats import FP8, MlaRows
+from ..arguments import ANY, check_count, check_integers, check_one_device, check_tensor, dense, holds_words, is_aligned
 from ..impl import HOPPER, Choice, choose, triton_obstacle
 from ..kv_gather import unpack_rows
 from . import reference
@@ -44,23 +45,7 @@ def sparse_mla(
     On Hopper BF16 rows of 512 + 64 columns take the Gluon kernel (heads padded to a multiple of 64 inside), others
     the Triton one. Kernels round the weights to the rows' dtype, as FlashMLA does; the reference stays in float32.
     """
-    dim = rows.shape[-1]
-    if row_format is not None:
-        dim = row_format.latent + row_format.rope
-        if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != row_format.row_bytes:
-            raise ValueError(
-                f"sparse_mla: packed rows must be uint8 [S, {row_format.row_bytes}], "
-                f"got {rows.dtype} {tuple(rows.shape)}"
-            )
-    if query.dim() != 3 or rows.dim() != 2 or query.shape[2] != dim or not 0 < v_dim <= dim:
-        raise ValueError(
-            f"sparse_mla: want query [T, H, D], rows [S, D] and v_dim <= D, "
-            f"got {tuple(query.shape)}, {tuple(rows.shape)}, v_dim={v_dim}"
-        )
-    if ids.dim() != 2 or ids.shape[0] != query.shape[0]:
-        raise ValueError(f"sparse_mla: ids must be [{query.shape[0]}, K], got {tuple(ids.shape)}")
-    if counts is not None and counts.shape != query.shape[:1]:
-        raise ValueError(f"sparse_mla: counts must be [{query.shape[0]}], got {tuple(counts.shape)}")
+    check_inputs(query, rows, ids, counts, v_dim, row_format)
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"sparse_mla: out_dtype={out_dtype} is not float32 or bfloat16")
     choice = choose_sparse_mla(query, rows, ids, scale=scale, v_dim=v_dim, row_format=row_format, impl=impl)
@@ -73,6 +58,7 @@ def sparse_mla(
         return out.to(out_dtype), lse
     if row_format is not None:
         rows = unpacked_rows(rows, row_format)
+    counts = None if counts is None else dense(counts)
     if choice.impl == "gluon":
         from . import gluon
 
@@ -82,6 +68,29 @@ def sparse_mla(
 
     out, lse = triton.sparse_mla_triton(query, rows, ids, counts, scale, v_dim, out_dtype)
     return out, lse
+
+
+def check_inputs(
+    query: Tensor, rows: Tensor, ids: Tensor, counts: Tensor | None, v_dim: int, row_format: MlaRows | None
+) -> None:
+    """ValueError unless these are arguments of `sparse_mla`."""
+    if row_format is not None:
+        check_tensor("sparse_mla", "packed rows", rows, (torch.uint8,), (ANY, row_format.row_bytes))
+    elif not rows.is_floating_point():
+        raise ValueError(f"sparse_mla: rows must be floats, got {rows.dtype} {tuple(rows.shape)}")
+    if not query.is_floating_point():
+        raise ValueError(f"sparse_mla: query must be floats, got {query.dtype} {tuple(query.shape)}")
+    check_count("sparse_mla", "v_dim", v_dim, minimum=1)
+    dim = row_format.latent + row_format.rope if row_format is not None else rows.shape[-1] if rows.dim() else 0
+    if query.dim() != 3 or rows.dim() != 2 or query.shape[2] != dim or v_dim > dim:
+        raise ValueError(
+            f"sparse_mla: want query [T, H, D], rows [S, D] and v_dim <= D, "
+            f"got {tuple(query.shape)}, {tuple(rows.shape)}, v_dim={v_dim}"
+        )
+    check_integers("sparse_mla", "ids", ids, (query.shape[0], ANY))
+    if counts is not None:
+        check_integers("sparse_mla", "counts", counts, (query.shape[0],))
+    check_one_device("sparse_mla", query=query, rows=rows, ids=ids, counts=counts)
 
 
 def choose_sparse_mla(
@@ -126,6 +135,8 @@ def rows_obstacle(rows: Tensor, ids: Tensor, row_format: MlaRows | None) -> str 
         return f"rows are {rows.dtype}"
     if row_format is not None and not rows.is_contiguous():
         return f"packed rows are not contiguous, strides {rows.stride()}"
+    if row_format is not None and row_format.dtype != FP8 and not holds_words(rows, row_format.dtype.itemsize):
+        return f"packed rows do not start at a multiple of {row_format.dtype.itemsize} bytes"
     return None
 
 
@@ -148,8 +159,10 @@ def relay_obstacle(
         return f"values are {v_dim} of {query.shape[2]} columns, not {RELAY_DIMS[1]} of {RELAY_DIMS[0]}"
     if not scale > 0:
         return f"scale={scale} is not positive"
-    if row_format is None and (rows.stride(1) != 1 or rows.stride(0) % 16 or rows.data_ptr() % 16):
-        return f"rows do not start at multiples of 16 bytes and elements, strides {rows.stride()}"
+    if row_format is None and (rows.stride(1) != 1 or rows.stride(0) % 16):
+        return f"rows are not dense or not multiples of 16 elements apart, strides {rows.stride()}"
+    if not is_aligned(rows, 16) and (row_format is None or row_format.dtype != FP8):
+        return "rows do not start at a multiple of 16 bytes"
     if torch.cuda.get_device_capability(query.device)[0] != HOPPER[0]:
         return "wgmma exists on Hopper only"
     return rows_obstacle(rows, ids, row_format)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...formats import FP8, MlaRows
+from ..arguments import ANY, check_integers, check_one_device, dense, is_aligned
 from ..impl import Choice, choose, triton_obstacle
 from .decode_reference import sparse_mla_decode_reference
 
@@ -39,7 +40,8 @@ def plan_parts(programs: int, columns: int, *, unit: int, unit_us: float, fixed_
         merge_us = 2.0 + 0.2 * programs * parts / 16 if parts > 1 else 0.0
         return waves * (fixed_us + unit_us * -(-units // parts)) + merge_us
 
-    return min((parts for parts in PART_COUNTS if parts <= max(units, 1)), key=cost)
+    # Pairs rather than a key, which torch.compile can not trace.
+    return min([(cost(parts), parts) for parts in PART_COUNTS if parts <= max(units, 1)])[1]
 
 
 def choose_sparse_mla_decode(
@@ -54,7 +56,7 @@ def choose_sparse_mla_decode(
             obstacle = f"the query is {query.dtype}, not bfloat16"
         elif query.shape[1] > MAX_HEADS:
             obstacle = f"{query.shape[1]} heads, more than {MAX_HEADS}"
-        elif pool.data_ptr() % 16:
+        elif not is_aligned(pool, 16):
             obstacle = "the pool does not start at a multiple of 16 bytes"
     gluon_obstacle = obstacle
     if gluon_obstacle is None:
@@ -115,24 +117,14 @@ def sparse_mla_decode(
             f"sparse_mla_decode: pool must be contiguous uint8 [pages, page_size * {row_format.row_bytes}], "
             f"got {pool.dtype} {tuple(pool.shape)}, strides {pool.stride()}"
         )
-    integers = (torch.int32, torch.int64)
-    if slots.dim() != 2 or slots.shape[0] != query.shape[0] or slots.dtype not in integers:
-        raise ValueError(
-            f"sparse_mla_decode: slots must be int32 or int64 [{query.shape[0]}, K], "
-            f"got {slots.dtype} {tuple(slots.shape)}"
-        )
-    if counts is not None and (counts.shape != query.shape[:1] or counts.dtype not in integers):
-        raise ValueError(
-            f"sparse_mla_decode: counts must be int32 or int64 [{query.shape[0]}], "
-            f"got {counts.dtype} {tuple(counts.shape)}"
-        )
+    check_integers("sparse_mla_decode", "slots", slots, (query.shape[0], ANY))
+    if counts is not None:
+        check_integers("sparse_mla_decode", "counts", counts, (query.shape[0],))
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"sparse_mla_decode: out_dtype={out_dtype} is not bfloat16 or float32")
     if not scale > 0:
         raise ValueError(f"sparse_mla_decode: scale={scale} must be positive")
-    devices = {x.device for x in (query, pool, slots, counts) if x is not None}
-    if len(devices) > 1:
-        raise ValueError(f"sparse_mla_decode: tensors are on {sorted(map(str, devices))}")
+    check_one_device("sparse_mla_decode", query=query, pool=pool, slots=slots, counts=counts)
 
     rows = pool.view(-1, row_format.row_bytes)
     choice = choose_sparse_mla_decode(query, pool, slots, row_format=row_format, impl=impl)
@@ -141,7 +133,7 @@ def sparse_mla_decode(
         out, lse = sparse_mla_decode_reference(query, rows, slots, counts, row_format=row_format, scale=scale)
         return out.to(out_dtype), lse
     query, slots = query.contiguous(), slots.contiguous()
-    counts = None if counts is None else counts.contiguous()
+    counts = None if counts is None else dense(counts)
     programs, columns = tokens * -(-heads // HEAD_TILE), slots.shape[1]
     if choice.impl == "gluon":
         from . import decode_gluon

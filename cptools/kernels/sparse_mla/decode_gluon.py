@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
+from ..arguments import aligned
 from ..compile_spec import CompileSpec
 from .decode_producer import produce, ring_slot
 from .decode_relay import attend_even, attend_odd
@@ -88,7 +89,7 @@ def sparse_mla_decode_gluon(
     else:
         part_out = query.new_empty(parts, tokens, heads, LATENT, dtype=out_dtype)
         part_sums = query.new_empty(2, parts, tokens, heads, dtype=torch.float32)
-    flat = pool.view(-1)
+    query, flat = aligned(query, 16), aligned(pool, 16).view(-1)
     columns, head_tiles = slots.shape[1], triton.cdiv(heads, HEAD_TILE)
     jobs = tokens * head_tiles * parts
     programs = torch.cuda.get_device_properties(query.device).multi_processor_count

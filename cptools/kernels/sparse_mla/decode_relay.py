@@ -216,7 +216,7 @@ def job(sizes, number):
     start = part * columns_per_part
     stop = gl.minimum(start + columns_per_part, columns)
     if counts is not None:
-        stop = gl.minimum(stop, gl.load(counts + token).to(gl.int32))
+        stop = gl.minimum(gl.maximum(gl.load(counts + token), 0), stop).to(gl.int32)
     pairs = gl.maximum((stop - start + 2 * BLOCK - 1) // (2 * BLOCK), 1)
     return token, first, part, start, stop, pairs
 

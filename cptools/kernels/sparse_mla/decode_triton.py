@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..arguments import aligned
 from ..compile_spec import CompileSpec
 
 LATENT = 512
@@ -79,7 +80,7 @@ def attend_split(
     start = split.to(tl.int32) * columns_per_split
     stop = tl.minimum(start + columns_per_split, columns)
     if HAS_COUNTS:
-        stop = tl.minimum(stop, tl.load(counts + token).to(tl.int32))
+        stop = tl.minimum(tl.maximum(tl.load(counts + token), 0), stop).to(tl.int32)
 
     acc0 = tl.zeros((64, 128), tl.float32)
     acc1 = tl.zeros((64, 128), tl.float32)
@@ -241,7 +242,7 @@ def sparse_mla_decode_triton(
     else:
         part_out = query.new_empty(parts, tokens, heads, LATENT, dtype=out_dtype)
         part_sums = query.new_empty(2, parts, tokens, heads, dtype=torch.float32)
-    flat = pool.view(-1)
+    flat = aligned(pool, 16).view(-1)
     values = flat.view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
     columns = slots.shape[1]
     with on_device(query.device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arguments import aligned
 from ..compile_spec import CompileSpec
 from .gluon_relay import sparse_mla_kernel
 
@@ -33,7 +34,7 @@ def sparse_mla_gluon(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     if tokens == 0 or heads == 0:
         return out, lse
-    query = query_like(query)
+    query, rows = query_like(query), aligned(rows, 16)
     ids = ids if ids.stride(1) == 1 else ids.contiguous()
     head_tiles = -(-heads // HEAD_TILE)
     jobs = tokens * head_tiles

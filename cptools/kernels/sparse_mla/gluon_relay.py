@@ -67,7 +67,7 @@ def job(sizes, number):
     token = (number // head_tiles).to(gl.int64)
     first = number % head_tiles * HEADS
     if counts is not None:
-        columns = gl.minimum(columns, gl.load(counts + token).to(gl.int32))
+        columns = gl.minimum(gl.maximum(gl.load(counts + token), 0), columns).to(gl.int32)
     pairs = gl.maximum((columns + 2 * BLOCK - 1) // (2 * BLOCK), 1)
     return token, first, gl.minimum(heads - first, HEADS), pairs, columns
 

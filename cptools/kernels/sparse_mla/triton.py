@@ -55,7 +55,7 @@ def sparse_mla_kernel(
         query_at + v_dim + rest_at[None, :], mask=(head < heads)[:, None] & (rest_at < rest_dim)[None, :], other=0.0
     )
     if HAS_COUNTS:
-        columns = tl.minimum(columns, tl.load(counts + token).to(tl.int32))
+        columns = tl.minimum(tl.maximum(tl.load(counts + token), 0), columns).to(tl.int32)
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)

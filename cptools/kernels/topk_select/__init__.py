@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import impl as implementations
+from ..arguments import ANY, check_count, check_tensor, dense, dense_rows
 from . import reference
 from .reference import INVALID, decode_order, encode_order
 
@@ -57,7 +58,7 @@ def topk_select(
 ) -> tuple[Tensor, Tensor]:
     """Exact top-k of each row: scores [T, S] float32 -> (positions [T, k], scores [T, k] float32).
 
-    Row t considers its first ``lengths[t]`` columns (integers on the scores' device, clamped to [0, S]; all of them by
+    Row t considers its first ``lengths[t]`` columns (int32 or int64, clamped to [0, S]; all of them by
     default). The set is that of score descending, position ascending, with -0.0 equal to 0.0 and NaN above everything;
     valid entries come first, the rest is position -1, score -inf. sorted_by: "score" gives the valid entries in that
     order, "position" by ascending position; "none" in any, which is faster and may differ from run to run.
@@ -65,13 +66,12 @@ def topk_select(
 
     Local, on the current stream; with the Triton kernel no host sync, and allowed in CUDA-graph capture.
     """
-    choice = choose_topk_select(scores, k, impl=impl)
     if sorted_by not in ("score", "position", "none"):
         raise ValueError(f"topk_select: sorted_by must be 'score', 'position' or 'none', got {sorted_by!r}")
     if positions_dtype not in (torch.int64, torch.int32):
         raise ValueError(f"topk_select: positions_dtype must be int64 or int32, got {positions_dtype}")
     reference.check_topk_select(scores, k, lengths)
-    if choice.impl == "reference":
+    if choose_topk_select(scores, k, impl=impl).impl == "reference":
         positions, chosen = reference.topk_select(scores, k, lengths=lengths)
         if sorted_by == "position":
             order = torch.where(positions < 0, scores.shape[1], positions).argsort(dim=1, stable=True)
@@ -79,17 +79,18 @@ def topk_select(
         return positions.to(positions_dtype), chosen
     from .triton import topk_select as kernel
 
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    lengths = None if lengths is None else lengths.contiguous()
+    scores, lengths = dense_rows(scores), None if lengths is None else dense(lengths)
     selected: tuple[Tensor, Tensor] = kernel(scores, k, lengths, sorted_by, positions_dtype)
     return selected
 
 
 def merge_orders(keys: Tensor, k: int, *, impl: str = "auto") -> Tensor:
     """The k largest of int64 keys [T, C], descending, padded with INVALID -> [T, k]. As `topk_select` runs."""
+    check_tensor("merge_orders", "keys", keys, (torch.int64,), (ANY, ANY))
+    check_count("merge_orders", "k", k, minimum=1)
     if choose_merge_orders(keys, k, impl=impl).impl == "reference":
         return reference.merge_orders(keys, k)
     from .triton import merge_orders as kernel
 
-    merged: Tensor = kernel(keys if keys.stride(1) == 1 else keys.contiguous(), k)
+    merged: Tensor = kernel(dense_rows(keys), k)
     return merged
