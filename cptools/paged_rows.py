@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .formats import IndexRows, MlaRows
+from .integers import require_int
 from .kernels.kv_gather import gather_rows, gather_sequences
 from .kernels.kv_store import store_rows
 
@@ -15,7 +16,8 @@ from .kernels.kv_store import store_rows
 class PagedRows:
     """``num_layers`` x ``num_pages`` pages of ``page_size`` rows: uint8 [layers, pages, page_size * row_bytes].
 
-    Memory is not cleared: a row is defined once it was stored. Local; not thread-safe.
+    Memory is not cleared: a row is defined once it was stored. Local; not thread-safe. What does not fit raises
+    ValueError; slots and page ids out of range are as in the ops of `cptools.kernels.kv_store` and `kv_gather`.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class PagedRows:
         )
 
     def _layer(self, layer: int) -> Tensor:
+        if type(layer) is not int:
+            layer = require_int("layer", layer)
         if not 0 <= layer < self.pages.shape[0]:
             raise ValueError(f"layer={layer} is outside num_layers={self.pages.shape[0]}")
         return self.pages[layer]

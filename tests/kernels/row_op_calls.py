@@ -16,7 +16,17 @@ from cptools.kernels.kv_store import store_rows
 from cptools.kernels.lse_merge import merge_states
 from cptools.kernels.norm_rope_store import IndexInput, MlaInput, norm_rope_store
 from cptools.kernels.rowwise import RopeAngles, layer_norm, rms_norm, rope_interleaved
-from cptools.kernels.sampling import Sampling, SamplingRows, draw, sample, token_logprobs, verify_drafts
+from cptools.kernels.rowwise.norm_fp8 import rms_norm_quantise
+from cptools.kernels.sampling import (
+    SAMPLE,
+    Sampling,
+    SamplingRows,
+    draw,
+    sample,
+    token_logprobs,
+    uniforms,
+    verify_drafts,
+)
 from cptools.kernels.selected_slots import selected_slots
 from cptools.layout import KVLayout
 
@@ -36,6 +46,8 @@ class Call:
     arguments: dict[str, Tensor]
     free: tuple[str, ...] = ()
     has_kernel: bool = True
+    rounds: bool = False
+    """To FP8, where the interpreter truncates: not the reference's bits there."""
 
 
 def calls() -> dict[str, Call]:
@@ -68,6 +80,7 @@ def calls() -> dict[str, Call]:
         norm_rope_store(slots, RopeAngles(cos, sin), index=index, page_size=4, impl=impl)
         return [index.pages.view(torch.float32)]
 
+    quantised = lambda normed, rows: [normed, rows.values.float(), rows.scales]
     zeros = lambda width: torch.zeros(3, 4 * width, dtype=torch.uint8)
     key_arguments = {"key": normal(4, 128), "index_pages": zeros(512), "cos": angles.cos, "sin": angles.sin}
     return {
@@ -127,6 +140,12 @@ def calls() -> dict[str, Call]:
             {"x": normal(4, 24), "weight": normal(24)},
             ("x.rows",),
         ),
+        "rms_norm_quantise": Call(
+            lambda impl, x, weight: quantised(*rms_norm_quantise(x, weight, 1e-5, impl=impl)),
+            {"x": normal(4, 256), "weight": normal(256)},
+            ("x.rows",),
+            rounds=True,
+        ),
         "layer_norm": Call(
             lambda impl, x, weight, bias: [layer_norm(x, weight, bias, 1e-5)],
             {"x": normal(4, 24), "weight": normal(24), "bias": normal(24)},
@@ -172,6 +191,11 @@ def calls() -> dict[str, Call]:
             lambda impl, logits, positions: [sample(logits, settings, positions)],
             {"logits": normal(4, 9), "positions": torch.arange(4)},
             ("logits.columns",),
+            has_kernel=False,
+        ),
+        "uniforms": Call(
+            lambda impl, seed, request, positions: [uniforms(seed, request, positions, purpose=SAMPLE, count=5)],
+            {"seed": torch.arange(4), "request": counts, "positions": torch.arange(4) + 7},
             has_kernel=False,
         ),
         "draw": Call(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import ANY, FLOATS_AND_DOUBLE, check_one_device, check_tensor
+from ..arguments import ANY, FLOATS_AND_DOUBLE, check_count, check_integers, check_one_device, check_tensor
 from ..block_fp8 import BlockFP8, block_fp8_linear
 from ..row_tiles import in_tiles, pad_widths, tiled_product
 
@@ -98,7 +98,11 @@ class RopeAngles:
 
     @classmethod
     def at(cls, positions: Tensor, dim: int, theta: float) -> RopeAngles:
-        """Angles for absolute positions [T] (integers). Local."""
+        """Angles for absolute positions [T] (integers) and an even dim. Local."""
+        check_integers("RopeAngles.at", "positions", positions, (ANY,))
+        check_count("RopeAngles.at", "dim", dim)
+        if dim % 2:
+            raise ValueError(f"RopeAngles.at: dim={dim} must be even")
         steps = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device)
         frequencies = 1.0 / (theta ** (steps / dim))
         column = positions.to(torch.float32).unsqueeze(1)
