@@ -42,7 +42,9 @@ class Residency:
 
         Args:
             known_tokens: rows that it needs for certain: its prompt.
-            shares: a request, or the handle of a kept prefix, that has the same tokens in its first ``blocks`` blocks.
+            shares: a request, or the handle of a kept prefix, that has the same tokens in its first ``blocks`` blocks;
+                where drafts are made of these rows, the token behind them too, since the MTP layer's row of a token
+                depends on the next one. Shared blocks are never written.
 
         Raises:
             ValueError: no such source, it does not have so many complete blocks, or nothing would be left to compute.
@@ -252,7 +254,9 @@ class Residency:
         if rows or index:
             if not room or len(rows) > store.gpu_room or len(index) > store.index_room:
                 return False
-            copies.append(store.fetch(rows, index))
+            most = self.sizes.copy_pages
+            for start in range(0, max(len(rows), len(index)), most):
+                copies.append(store.fetch(rows[start : start + most], index[start : start + most]))
         if self._loaded(request, first):
             request.phase = Phase.RUNNING
         return True

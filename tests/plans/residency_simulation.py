@@ -2,18 +2,20 @@
 
 `Simulation.run` plays the engine, the ranks' workers and the users at once: requests arrive, share prefixes, grow by
 chunks and by drafts of which some are rejected, are aborted and preempted; steps run late, copies run later, rank by
-rank, and report in any order, now and then as failed. After every step `check` compares memory with what residency
-says, and pages with who holds them.
+rank, and report in any order, now and then as failed; rows are selected and read through hot regions. After every step
+`check` compares memory with what residency says, and pages with who holds them.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from cptools.kernels.hot_rows import FetchPlan, HotRegions, resolve_hot_rows
 from cptools.layout import KVLayout
 from cptools.residency import CopyDone, CopyKind, PageState, Residency, ResidencySizes
 
@@ -54,7 +56,8 @@ def random_sizes(rng: random.Random) -> ResidencySizes:
     while True:
         page = rng.choice([2, 4])
         layout = KVLayout(rng.choice([1, 1, 2, 3]), rng.choice([1, page]), page)
-        step = rng.randint(4, 3 * layout.virtual_block)
+        step = rng.randint(4, rng.choice([1, 3]) * layout.virtual_block + 4)
+        query_rows, top_k = rng.randint(1, 2), rng.randint(1, page * 2)
         blocks = rng.randint(3, 22)
         most = blocks * layout.virtual_block + rng.randint(0, 3)
         try:
@@ -62,11 +65,12 @@ def random_sizes(rng: random.Random) -> ResidencySizes:
                 layout=layout,
                 gpu_pages=rng.randint(6, blocks + 12),
                 index_pages=rng.randint(blocks, 3 * blocks),
-                host_pages=rng.choice([0, rng.randint(1, blocks), rng.randint(blocks, 4 * blocks)]),
+                host_pages=rng.choice([0, rng.randint(1, blocks), *[rng.randint(blocks, 4 * blocks)] * 4]),
                 max_tokens=max(most, step),
                 max_step_tokens=step,
-                query_rows=rng.randint(1, 2),
-                top_k=rng.randint(1, page * 2),
+                query_rows=query_rows,
+                top_k=top_k,
+                hot_rows=query_rows * top_k + rng.choice([0, rng.randint(0, 2 * page)]),
                 tail_pages=rng.choice([1, 2, 2, 2]),
                 watermark=rng.choice([0, 2, 5]),
                 copy_pages=rng.choice([1, 3, 8, 64]),
@@ -94,6 +98,8 @@ class Simulation:
         self.host = np.full((2, self.sizes.host_pages, *shape), POISON)
         self.live: dict[int, Live] = {}
         self.kept: dict[int, np.ndarray] = {}
+        self.regions: dict[int, list[HotRegions]] = {}  # of requests with a hot region, one a rank
+        self.hot_reads: Counter = Counter()
         self.queue: deque = deque()  # steps and poisonings, in launch order
         self.launched = self.executed = 0
         self.copies: list[Copy] = []
@@ -135,6 +141,8 @@ class Simulation:
         self.poison_free_pages()
         for _ in range(rng.randrange(3)):
             self.execute()
+        if rng.random() < 0.1:
+            self.read_selected()
         self.work_on_copies()
         self.commit_some()
         self.check()
@@ -205,6 +213,10 @@ class Simulation:
             tables[update.block] = [update.gpu_page, update.index_page, update.host_page]
         for region in plan.hot:
             self.live[region.request].hot = region.pages
+            self.regions.pop(region.request, None)
+            if region.pages:
+                ranks = range(self.sizes.layout.world_size)
+                self.regions[region.request] = [HotRegions.empty(1, self.sizes.hot_rows) for _ in ranks]
         for request, live in self.live.items():
             if live.admitted:  # what the plans told since it was admitted is all that there is to know
                 blocks = self.residency.roster.requests[request].blocks
@@ -217,6 +229,8 @@ class Simulation:
             live.steps.append(step)
             self.launch(step)
         for copy in plan.copies:
+            moved = [sum(run.count for run in runs) for runs in (copy.rows, copy.index)]
+            assert 0 < max(moved) <= self.sizes.copy_pages
             ranks = range(self.sizes.layout.world_size)
             todo = [[rank, False, self.rng.random() > 0.03] for rank in ranks]
             self.copies.append(Copy(copy, self.launched, todo))
@@ -263,6 +277,7 @@ class Simulation:
 
     def end(self, request: int, *, keep: bool) -> None:
         live = self.live.pop(request)
+        self.regions.pop(request, None)
         blocks = self.rng.randint(0, self.residency.shareable(request)) if keep else 0
         handle = self.residency.finish(request, keep_blocks=blocks)
         assert (handle is None) == (blocks == 0)
@@ -273,6 +288,54 @@ class Simulation:
             oldest = min(self.kept)
             self.residency.forget(oldest)
             del self.kept[oldest]
+
+    def read_selected(self) -> None:
+        """A request with a hot region reads rows that are selected at random, near each other, on every rank."""
+        able = [id for id in self.residency.running if id in self.regions and self.residency.tokens(id)]
+        if not able:
+            return
+        while self.queue:
+            self.execute()
+        request, sizes, layout = self.rng.choice(able), self.sizes, self.sizes.layout
+        truth, tokens = self.live[request].truth.reshape(-1), self.residency.tokens(request)
+        places = self.residency.places(request)
+        tables = {f"{name}_tables": torch.tensor([getattr(places, f"{name}_pages")]) for name in ("gpu", "host", "hot")}
+        for _ in range(self.rng.randint(1, 3)):
+            first = self.rng.randrange(tokens) if self.rng.random() < 0.4 else request * 7 % tokens
+            near = [
+                min(tokens - 1, first + self.rng.randrange(2 * self.block)) if self.rng.random() < 0.9 else -1
+                for _ in range(sizes.query_rows * sizes.top_k)
+            ]
+            positions = np.array(near).reshape(1, sizes.query_rows, sizes.top_k)
+            for rank, region in enumerate(self.regions[request]):
+                mine = (positions >= 0) & (layout.owner(positions) == rank)
+                local = np.where(mine, layout.local_index(np.maximum(positions, 0)), -1)
+                plan = resolve_hot_rows(
+                    torch.from_numpy(local), torch.tensor([0]), region, **tables, page_size=self.page
+                )
+                self.fetch(plan, rank)
+                slots = plan.slots.numpy()
+                assert ((slots >= 0) == mine).all(), "a selected row was not found"
+                rows = self.rank_rows(self.gpu, rank)
+                assert (rows(slots[mine]) == truth[self.flat(positions[mine])]).all(), "a selected row is another"
+                order, held = region.order[0].numpy(), region.held[0].numpy()
+                assert (np.sort(order) == np.arange(len(order))).all(), "the LRU is no permutation"
+                hot = np.flatnonzero(held >= 0)
+                assert len(set(held[hot])) == len(hot), "a row is hot twice"
+                slots = np.array(places.hot_pages)[hot // self.page] * self.page + hot % self.page
+                of = self.flat(layout.position(rank, held[hot]))
+                assert (rows(slots) == truth[of]).all(), "a hot row is another"
+                self.hot_reads.update(hits=int(plan.counts[0, 0]), misses=int(plan.counts[0, 1]))
+
+    def rank_rows(self, memory: np.ndarray, rank: int):
+        """The rows of a rank's pages, by slot."""
+        return lambda slots: memory[slots // self.page, rank * self.page + slots % self.page]
+
+    def fetch(self, plan: FetchPlan, rank: int) -> None:
+        count = int(plan.counts[0, 1])
+        targets, sources = plan.targets[0, :count].numpy(), plan.sources[0, :count].numpy()
+        rows = self.rank_rows(self.host[0], rank)(sources)
+        self.gpu[targets // self.page, rank * self.page + targets % self.page] = rows
 
     def work_on_copies(self) -> None:
         rng = self.rng

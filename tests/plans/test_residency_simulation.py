@@ -3,8 +3,10 @@
 import dataclasses
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from cptools.kernels.hot_rows import reference
 from cptools.page_allocator import PageAllocator
 from cptools.residency import PageState, admission, blocks, copies, pressure, residency, roster, states
 from tests.plans.residency_simulation import Copy, Simulation
@@ -31,7 +33,7 @@ def test_every_transition_of_the_table_happens(monkeypatch):
         simulation = Simulation(seed)
         simulation.run(400)
         totals.update(dataclasses.asdict(simulation.residency.counters))
-        totals["finished"] += simulation.finished
+        totals.update(simulation.hot_reads, finished=simulation.finished)
     assert seen.keys() == states.TRANSITIONS.keys()
     assert min(totals.values()) >= 10, totals
 
@@ -166,6 +168,22 @@ def admission_counts_no_pages(monkeypatch):
     monkeypatch.setattr(residency, "fit", lambda roster, request: admission.Fit.HOT)
 
 
+def hot_rows_are_not_recognised(monkeypatch):
+    right = reference._find
+    monkeypatch.setattr(reference, "_find", lambda values, held: (right(values, held)[0], np.zeros(len(values), bool)))
+
+
+def a_hot_slot_is_called_another(monkeypatch):
+    right = reference.resolve_hot_rows
+
+    def resolve(selected, regions, held, order, *tables, page_size):
+        made = right(selected, regions, held, order, *tables, page_size=page_size)
+        held[:, order[0, 0]] = held[:, order[0, -1]]
+        return made
+
+    monkeypatch.setattr(reference, "resolve_hot_rows", resolve)
+
+
 def copies_overtake_steps(monkeypatch):
     """Not a fault of residency but of a worker that does not keep the order of `CopyPlan`."""
     right = Copy.__init__
@@ -176,7 +194,7 @@ FAULTS = [
     first_report_completes, copies_hold_no_pages, a_stale_host_copy_stays, dropped_while_copying, the_tail_may_leave,
     a_failed_copy_counts, a_failed_copy_leaks, a_page_is_freed_twice, unpinned_without_a_hot_region,
     tables_are_not_updated, index_keys_are_not_awaited, nobody_gives_way, the_queue_is_a_stack,
-    admission_counts_no_pages, copies_overtake_steps,
+    admission_counts_no_pages, hot_rows_are_not_recognised, a_hot_slot_is_called_another, copies_overtake_steps,
 ]  # fmt: skip
 
 
