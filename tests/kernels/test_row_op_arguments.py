@@ -19,6 +19,7 @@ from torch import Tensor
 from cptools.formats import FP8_MLA, MlaRows
 from cptools.kernels.kv_gather import unpack_rows
 from cptools.kernels.kv_store import store_rows
+from cptools.kernels.lse_merge import merge_weights
 from cptools.kernels.norm_rope_store import IndexInput, MlaInput, norm_rope_store
 from cptools.kernels.rowwise import RopeAngles, rms_norm
 from cptools.kernels.sampling import Sampling, SamplingRows, probabilities, sample, token_logprobs, verify_drafts
@@ -234,6 +235,21 @@ def test_a_norm_has_the_dtype_of_its_rows_on_any_device(device, dtypes) -> None:
         torch.ones(shape, dtype=dtype, device=device) for shape, dtype in zip([(3, 8), (8,)], dtypes, strict=True)
     )
     assert rms_norm(x, weight, 1e-5).dtype == x.dtype
+
+
+@pytest.mark.parametrize(
+    "wrong_lses",
+    [
+        [],
+        [torch.zeros(2, 3), torch.zeros(1, 3)],
+        [torch.zeros(2)],
+        [torch.zeros(2, 3).double()],
+        [torch.zeros(2, 3), torch.zeros(2, 3, device="meta")],
+    ],
+)
+def test_weights_are_those_of_parts_alike(wrong_lses) -> None:
+    with pytest.raises(ValueError, match=r"merge_weights: .*got"):
+        merge_weights(wrong_lses)
 
 
 @pytest.mark.parametrize("positions, dim", [(torch.zeros(3), 8), (torch.zeros(3, 1, dtype=torch.int64), 8), (SLOTS, 7)])

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cptools.kernels.impl import Choice, choose, triton_obstacle
 from cptools.kernels.lse_merge import reference
-from cptools.kernels.lse_merge.reference import merge_weights
 
 __all__ = ["choose_merge_states", "merge_states", "merge_weights"]
 
@@ -48,6 +47,16 @@ def merge_states(
         return merge(outs, lses, out_dtype or torch.float32)
     out, lse = reference.merge_states(list(outs), list(lses))
     return out if out_dtype is None else out.to(out_dtype), lse
+
+
+def merge_weights(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Shares of P parts in their merge, and the lse of the union: weights [P, T, H], lse [T, H], fp32. Local, no sync.
+
+    Weights sum to 1, and are 0 where all parts are empty; see `cptools.kernels.lse_merge.reference`. Raises ValueError
+    where there is no part, or parts differ in shape or device or are not fp32.
+    """
+    reference.check_lses(lses)
+    return reference.merge_weights(lses)
 
 
 def choose_merge_states(

@@ -23,14 +23,7 @@ def merge_weights(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         weights [P, T, H] fp32: sum 1, exactly 1 where only one part is not empty, 0 where all are empty.
         lse [T, H] fp32: of the union, -inf where all parts are empty.
         NaN or +inf in a part makes the weights and the lse of that (token, head) NaN.
-
-    Raises ValueError where there is no part, or parts differ in shape or device or are not fp32.
     """
-    if not len(lses):
-        raise ValueError("merge_weights: there must be at least one part, got 0")
-    shape, device = (lses[0].shape if lses[0].dim() == 2 else (ANY, ANY)), lses[0].device
-    for part, lse in enumerate(lses):
-        _check_part("merge_weights", f"lses[{part}]", lse, (torch.float32,), shape, device)
     stacked = torch.stack(tuple(lses))
     peak = stacked.amax(0)
     all_empty = torch.isneginf(peak)
@@ -40,6 +33,15 @@ def merge_weights(lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         total = total + weight
     total = torch.where(all_empty, 1.0, total)
     return weights / total, peak + torch.log(total)
+
+
+def check_lses(lses: Sequence[Tensor]) -> None:
+    """ValueError unless there are P >= 1 tensors [T, H] of one shape in fp32 on one device."""
+    if not len(lses):
+        raise ValueError("merge_weights: there must be at least one part, got 0")
+    shape, device = (lses[0].shape if lses[0].dim() == 2 else (ANY, ANY)), lses[0].device
+    for part, lse in enumerate(lses):
+        _check_part("merge_weights", f"lses[{part}]", lse, (torch.float32,), shape, device)
 
 
 def check_parts(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> None:
