@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cptools.collectives import all_to_all_rows, as_byte_rows, from_byte_rows, group_coordinates
-from cptools.integers import require_int
+from cptools.integers import require_int, undivided
 from cptools.kernels.expert_routing import group_by_expert
 
 
@@ -77,8 +77,8 @@ class ExpertExchange:
         self.group = group
         self.world_size, self.rank = group_coordinates(group, world_size, rank)
         self.num_experts = require_int("num_experts", num_experts, minimum=1)
-        if self.num_experts % self.world_size:
-            raise ValueError(f"num_experts={num_experts} can not be split evenly over {self.world_size} ranks")
+        if faults := undivided("world_size", self.world_size, {"num_experts": num_experts}):
+            raise ValueError(faults[0])
         self.experts_per_rank = self.num_experts // self.world_size
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 
 def require_int(name: str, value: object, *, minimum: int | None = None) -> int:
@@ -19,3 +20,8 @@ def require_int(name: str, value: object, *, minimum: int | None = None) -> int:
     if minimum is not None and number < minimum:
         raise ValueError(f"{name}={number} must be >= {minimum}")
     return int(number)
+
+
+def undivided(name: str, parts: int, sizes: Mapping[str, int]) -> list[str]:
+    """What to say of each of ``sizes``, by name, that ``parts`` does not divide. Local."""
+    return [f"{name}={parts} must divide {what}={size}" for what, size in sizes.items() if size % parts]

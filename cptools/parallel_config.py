@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from cptools.integers import require_int
+from cptools.integers import require_int, undivided
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -122,10 +122,10 @@ class ParallelConfig:
 
     def validate_model(self, num_heads: int, num_experts: int) -> None:
         """Raises ValueError when tp does not divide the attention heads or ep not the routed experts of a model."""
-        if num_heads % self.tp:
-            raise ValueError(f"tp={self.tp} must divide num_heads={num_heads}")
-        if num_experts % self.ep:
-            raise ValueError(f"ep={self.ep} must divide num_experts={num_experts}")
+        faults = undivided("tp", self.tp, {"num_heads": num_heads})
+        faults += undivided("ep", self.ep, {"num_experts": num_experts})
+        if faults:
+            raise ValueError("; ".join(faults))
 
     @property
     def _pure_dcp(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cptools.integers import require_int
+from cptools.integers import require_int, undivided
 from cptools.planner.model_shape import ModelShape
 
 WeightFormat = Literal["fp8", "bf16"]
@@ -99,13 +99,11 @@ def _check_split(shape: ModelShape, tp: int, ep: int, weights: WeightFormat) -> 
     if "dense" in shape.mlp_layer_types:
         widths["intermediate_size"] = shape.intermediate_size
     if shape.num_sparse_layers:
-        widths["n_shared_experts * moe_intermediate_size"] = shape.n_shared_experts * shape.moe_intermediate_size
+        widths["moe_intermediate_size * n_shared_experts"] = shape.moe_intermediate_size * shape.n_shared_experts
         if ep == 1:
             widths["moe_intermediate_size"] = shape.moe_intermediate_size
-    sizes = {"num_attention_heads": heads, **widths}
-    faults = [f"tp={tp} must divide {name}={size}" for name, size in sizes.items() if size % tp]
-    if shape.n_routed_experts % ep:
-        faults.append(f"ep={ep} must divide n_routed_experts={shape.n_routed_experts}")
+    faults = undivided("tp", tp, {"num_attention_heads": heads, **widths})
+    faults += undivided("ep", ep, {"n_routed_experts": shape.n_routed_experts})
     if weights == "fp8" and released_format(shape) != "fp8":
         faults.append(
             f"weights in FP8 need blocks of {_BLOCK} x {_BLOCK}, weight_block_size is {shape.weight_block_size}"

@@ -167,6 +167,8 @@ def run_batch(
             raise ValueError(f"prompt_logits={prompt_logits!r} must be 'last' or 'all'")
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling()] * len(prompts)
+        if not isinstance(sampling, Sequence) or not all(isinstance(own, Sampling) for own in sampling):
+            raise ValueError(f"sampling={sampling!r} must be a Sampling or one for each prompt")
         if len(sampling) != len(prompts):
             raise ValueError(f"{len(sampling)} sampling settings for {len(prompts)} prompts")
         speculator = _Speculator(model, speculation or Speculation())

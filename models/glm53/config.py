@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from cptools.integers import require_int
+
 from .config_json import (
     IMPLEMENTED,
     IMPLEMENTED_QUANTIZATION,
@@ -123,13 +125,14 @@ class GLM53Config:
 
         Raises ValueError unless the layers are this model's, ascending, and every shared one comes with its indexer.
         """
+        layers = [require_int("layers", layer) for layer in layers]
         wrong = [layer for layer in layers if not 0 <= layer < self.num_hidden_layers]
-        if wrong or not layers or list(layers) != sorted(set(layers)):
-            raise ValueError(f"layers={list(layers)} are not some of 0..{self.num_hidden_layers - 1}, ascending")
+        if wrong or not layers or layers != sorted(set(layers)):
+            raise ValueError(f"layers={layers} are not some of 0..{self.num_hidden_layers - 1}, ascending")
         for layer, before in zip(layers, (None, *layers[:-1]), strict=True):
             if not self.is_full(layer) and (before is None or self.indexer_of(before) != self.indexer_of(layer)):
-                raise ValueError(f"layers={list(layers)}: {layer} needs the indexer of layer {self.indexer_of(layer)}")
-        experts = self.n_routed_experts if experts is None else experts
+                raise ValueError(f"layers={layers}: {layer} needs the indexer of layer {self.indexer_of(layer)}")
+        experts = self.n_routed_experts if experts is None else require_int("experts", experts)
         if not 1 <= experts <= self.n_routed_experts:
             raise ValueError(f"experts={experts} is not in 1..{self.n_routed_experts}")
         if mtp and not self.num_nextn_predict_layers:

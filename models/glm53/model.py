@@ -97,8 +97,6 @@ class GLM53:
         Raises ValueError, on all ranks alike, on a config or checkpoint that does not fit, naming every fault.
         """
         config = GLM53Config.from_pretrained(path, latent_norm_eps=latent_norm_eps)
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise ValueError(f"dtype={dtype} is not one of float32, bfloat16, float16, float64")
 
         def weights(part: WeightSplit) -> ModelWeights:
             return load_weights(

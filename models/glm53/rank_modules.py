@@ -36,7 +36,6 @@ class RankModules:
                 part=WeightSplit(),
             )
         sizes = parallel.config
-        sizes.validate_model(num_heads=config.num_attention_heads, num_experts=config.n_routed_experts)
         part = WeightSplit.of(sizes, parallel.coords)
         check_split(config, part)
         # A rank needs its own heads of decode rows; where every rank has others, the merge gives it just these.

@@ -80,6 +80,8 @@ class StepResult:
 def check_ids(config: GLM53Config, name: str, token_ids: Sequence[int] | Tensor, context: int) -> list[int]:
     """Token ids as Python ints; ValueError unless they are tokens that fit behind ``context`` positions."""
     ids: Sequence[int] = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    if not hasattr(ids, "__len__"):
+        raise ValueError(f"{name}={ids!r} must be a sequence of token ids")
     if len(ids) == 0:
         raise ValueError(f"{name} is empty")
     if any(type(token) is not int for token in ids):
@@ -88,7 +90,7 @@ def check_ids(config: GLM53Config, name: str, token_ids: Sequence[int] | Tensor,
         raise ValueError(f"{name} has token ids in [{min(ids)}, {max(ids)}], the vocabulary has {config.vocab_size}")
     if context + len(ids) > config.max_position_embeddings:
         raise ValueError(
-            f"{name} needs {context + len(ids)} positions ({context} and {len(ids)} new ones), "
+            f"{name} needs {context + len(ids)} positions, {len(ids)} for its ids and {context} for others; "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
     return list(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from cptools.integers import require_int
+from cptools.integers import require_int, undivided
 from cptools.parallel_config import ParallelConfig, RankCoords
 
 from .config import GLM53Config
@@ -40,11 +40,11 @@ class WeightSplit:
 
     def shard(self, size: int, what: str = "a width") -> slice:
         """This TP rank's part of ``size`` heads, rows or columns; ValueError, naming ``what``, unless tp divides it."""
-        return _part(size, self.tp, self.tp_rank, what)
+        return _part("tp", self.tp, self.tp_rank, what, size)
 
     def experts(self, count: int) -> slice:
         """The routed experts of this EP rank; ValueError where ep does not divide them."""
-        return _part(count, self.ep, self.ep_rank, "n_routed_experts")
+        return _part("ep", self.ep, self.ep_rank, "n_routed_experts", count)
 
 
 def check_split(config: GLM53Config, split: WeightSplit) -> None:
@@ -56,15 +56,14 @@ def check_split(config: GLM53Config, split: WeightSplit) -> None:
         sizes["moe_intermediate_size * n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
         if split.ep == 1:
             sizes["moe_intermediate_size"] = config.moe_intermediate_size
-    faults = [f"tp={split.tp} must divide {name}={size}" for name, size in sizes.items() if size % split.tp]
-    if config.n_routed_experts % split.ep:
-        faults.append(f"ep={split.ep} must divide n_routed_experts={config.n_routed_experts}")
+    faults = undivided("tp", split.tp, sizes)
+    faults += undivided("ep", split.ep, {"n_routed_experts": config.n_routed_experts})
     if faults:
         raise ValueError("; ".join(faults))
 
 
-def _part(size: int, parts: int, part: int, what: str) -> slice:
-    if size % parts:
-        raise ValueError(f"{what} of {size} can not be split evenly over {parts} ranks")
+def _part(name: str, parts: int, part: int, what: str, size: int) -> slice:
+    if faults := undivided(name, parts, {what: size}):
+        raise ValueError(faults[0])
     each = size // parts
     return slice(part * each, (part + 1) * each)

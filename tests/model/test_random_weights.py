@@ -139,8 +139,10 @@ def test_config_without_blocks_gives_plain_weights() -> None:
     weights = random_weights(config, device="cpu", dtype=torch.float32)
     q_b = weights.layers[0].attention.q_b
     assert abs(float(q_b.std()) * 128**0.5 - 1) < 0.03
-    with pytest.raises(ValueError, match="keep_fp8 needs blocks of 128 x 128, weight_block_size is None"):
-        random_weights(config, device="cpu", dtype=torch.float32, keep_fp8=True)
+    kept = random_weights(config, device="cpu", dtype=torch.float32, keep_fp8=True)  # as `load_weights` of a BF16 file
+    assert_same(kept, dict(leaves(weights)))
+    with pytest.raises(ValueError, match=r"keep_fp8 needs blocks of 128 x 128, weight_block_size is \(128, 64\)"):
+        random_weights(replace(BLOCKY, weight_block_size=(128, 64)), device="cpu", dtype=torch.float32, keep_fp8=True)
 
 
 def load_of_experts(router_skew: float) -> torch.Tensor:
@@ -247,6 +249,9 @@ def test_excerpts_of_the_full_model() -> None:
         ([2, 7], {}, "7 needs the indexer of layer 6"),
         ([0], {"experts": 257}, "experts=257 is not in 1..256"),
         ([0], {"experts": 0}, "experts=0 is not in 1..256"),
+        ([6.0], {}, "layers=6.0 must be an integer"),
+        ([True], {}, "layers=True must be an integer"),
+        ([6], {"experts": 2.5}, "experts=2.5 must be an integer"),
     ],
 )
 def test_excerpts_that_make_no_model(layers: list[int], options: dict[str, int], message: str) -> None:

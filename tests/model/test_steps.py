@@ -24,12 +24,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GLM53:
         ([[1], []], {}, "prompt 1 is empty"),
         ([[0, 512]], {}, r"token ids in \[0, 512\], the vocabulary has 512"),
         ([[-1]], {}, r"token ids in \[-1, -1\]"),
-        ([[0] * 4090], {"max_new_tokens": 8}, "4097 positions.*max_position_embeddings=4096"),
+        (
+            [[0] * 4090],
+            {"max_new_tokens": 8},
+            "needs 4097 positions, 4090 for its ids and 7 for others; .*=4096",
+        ),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([[1]], {"chunk": 0}, "chunk=0"),
         ([[1.5, 2]], {}, "token id=1.5 must be an integer"),
         ([[True]], {}, "token id=True must be an integer"),
         ([[1]], {"prompt_logits": "none"}, "prompt_logits='none'"),
+        ([1, 2], {}, "prompt 0=1 must be a sequence of token ids"),
+        ([[1]], {"sampling": {"temperature": 1.0}}, "must be a Sampling or one for each prompt"),
+        ([[1]], {"sampling": [{"temperature": 1.0}]}, "must be a Sampling or one for each prompt"),
+        ([[1]], {"sampling": 0.7}, "sampling=0.7 must be a Sampling"),
     ],
 )
 def test_bad_batches_are_refused(model: GLM53, prompts, arguments, message: str) -> None:

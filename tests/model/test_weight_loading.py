@@ -14,22 +14,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cptools.kernels.block_fp8 import BlockFP8
-from models.glm53 import GLM53Config
+from models.glm53 import GLM53, GLM53Config
 from models.glm53.weight_split import WeightSplit
 from models.glm53.weights import (
     ModelWeights,
     RandomSource,
+    expected_tensors,
     load_weights,
     progress_bar,
+    random_weights,
+    save_checkpoint,
     save_sharded_checkpoint,
     weight_bytes,
 )
-from models.glm53.weights.checkpoint_files import ShardReader, StoredTensor
+from models.glm53.weights.checkpoint_files import ShardReader, StoredTensor, checkpoint_files
 from tests.checkpoints import TINY
 from tests.model.weight_cases import BLOCKY, RAGGED, SPLITS, beyond_the_weights, ranks
 from tests.model.weight_trees import assert_same, leaves, nbytes, part_of
 
 FULL = GLM53Config.glm53()
+LM_HEAD = {"lm_head.weight": torch.zeros(1)}
 
 
 def load(path: Path, split: WeightSplit | None = None, **options: object) -> ModelWeights:
@@ -96,9 +100,11 @@ def test_last_scale_block_of_kv_a_may_be_partial(blocky: Path) -> None:
     assert (list(kv_a.shape), list(kv_a.scales.shape)) == ([80, 256], [1, 2])
 
 
-def test_plain_checkpoint_ignores_keep_fp8(tmp_path: Path) -> None:
+def test_plain_weights_ignore_keep_fp8_read_or_drawn(tmp_path: Path) -> None:
     saved(tmp_path, TINY)
-    assert not any(isinstance(weight, BlockFP8) for _, weight in leaves(load(tmp_path, keep_fp8=True)))
+    read = load(tmp_path, keep_fp8=True)
+    assert not any(isinstance(weight, BlockFP8) for _, weight in leaves(read))
+    assert_same(random_weights(TINY, device="cpu", dtype=torch.float32, keep_fp8=True), dict(leaves(read)))
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -248,12 +254,59 @@ def test_experts_of_mixed_dtypes_can_not_stay(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("split", "what"),
     [
-        (WeightSplit(tp=3), "num_attention_heads of 8 can not be split evenly over 3"),
-        (WeightSplit(ep=3), "n_routed_experts of 16 can not be split evenly over 3"),
+        (WeightSplit(tp=3), "tp=3 must divide num_attention_heads=8"),
+        (WeightSplit(ep=3), "ep=3 must divide n_routed_experts=16"),
     ],
 )
 def test_uneven_split_is_refused(ragged: Path, monkeypatch: pytest.MonkeyPatch, split: WeightSplit, what: str) -> None:
     assert what in refused(ragged, monkeypatch, lambda: load(ragged, split))
+
+
+def test_faults_of_a_checkpoint_of_another_model_fit_on_a_screen(tmp_path: Path) -> None:
+    config = replace(TINY, num_nextn_predict_layers=0)
+    names = list(expected_tensors(config))
+    save_checkpoint(tmp_path, config, {f"transformer.{n}": torch.zeros(1) for n in names} | LM_HEAD)
+    with pytest.raises(ValueError, match=r"does not fit its config\.json") as caught:
+        load(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 21 + 1 + 21
+    assert lines[1] == f"- {names[0]} is missing"
+    assert lines[21] == f"- and {len(names) - 1 - 20:,} more like these"
+    assert lines[22] == "- lm_head.weight has shape [1], not [512, 128]"
+    assert lines[23].startswith("- transformer.")
+    assert lines[43] == f"- and {len(names) - 20:,} more like these"
+
+
+def test_absent_shards_fit_on_a_screen(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-00141.safetensors" for number in range(1, 142)]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: name for name in names}}))
+    (tmp_path / names[0]).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"lacks 140 of 141 files") as caught:
+        checkpoint_files(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert (lines[1], lines[-1], len(lines)) == (f"- {names[1]}", "- and 120 more like these", 22)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": torch.int8}, "dtype=torch.int8 is not one of float32, bfloat16, float16, float64"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16 is not one of"),
+        ({"keep_fp8": "yes"}, "keep_fp8='yes' must be True or False"),
+    ],
+)
+def test_types_that_no_weight_has_are_refused_by_every_maker(
+    blocky: Path, options: dict[str, object], reason: str
+) -> None:
+    options = {"dtype": torch.bfloat16} | options
+    for make in (
+        lambda: load_weights(blocky, BLOCKY, device="cpu", **options),
+        lambda: random_weights(BLOCKY, device="cpu", **options),
+        lambda: weight_bytes(BLOCKY, **options),
+        lambda: GLM53.from_pretrained(blocky, **options),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make()
 
 
 def test_faults_come_before_reading(blocky: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

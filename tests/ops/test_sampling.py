@@ -320,6 +320,9 @@ def test_nothing_waits_for_a_value() -> None:
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"seed": 2**63}, "seed=9223372036854775808"),
         ({"request": 2**32}, "request=4294967296"),
+        ({"temperature": None}, "temperature=None must be a number"),
+        ({"temperature": True}, "temperature=True must be a number"),
+        ({"top_p": "x"}, "top_p='x' must be a number"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments, message: str) -> None:
@@ -341,6 +344,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         verify_drafts(logits, drafts, rows, at, counts=at, draft_probs=logits[:, :1])
     with pytest.raises(ValueError, match="2 settings"):
         verify_drafts(logits, drafts, many(Sampling(1.0), 2), at, counts=at)
+    with pytest.raises(ValueError, match=r"must be Sampling, got \{'temperature': 1\.0\}"):
+        SamplingRows.of([Sampling(), {"temperature": 1.0}])
     with pytest.raises(ValueError, match="n=9"):
         token_logprobs(logits[:, 0], at, 9)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class Sampling:
     request: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), Real):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be finite and >= 0")
         if not 0 < self.top_p <= 1:
@@ -82,7 +86,9 @@ class SamplingRows:
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> SamplingRows:
-        """One row a setting. Copies to the device."""
+        """One row a setting. Copies to the device. Raises ValueError on what is no `Sampling`."""
+        if wrong := [s for s in settings if not isinstance(s, Sampling)]:
+            raise ValueError(f"sampling settings must be Sampling, got {wrong[0]!r}")
         drawing = [s for s in settings if s.temperature > 0]
         return cls(
             torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device),

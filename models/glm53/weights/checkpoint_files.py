@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cptools.kernels.block_fp8 import scale_shape
 
+from .faults import fault_lines
 from .released import Shape, scale_name
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,9 +49,10 @@ def checkpoint_files(path: Path) -> list[Path]:
         files = [path / name for name in sorted(names)]
     else:
         files = sorted(path.glob("*.safetensors"))
-    absent = [file.name for file in files if not file.is_file()]
-    if absent or not files:
-        raise ValueError(f"{path} lacks {', '.join(absent) or 'safetensors files'}")
+    if not files:
+        raise ValueError(f"{path} lacks safetensors files")
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"{path} lacks {len(absent)} of {len(files)} files:\n{fault_lines(absent)}")
     return files
 
 
@@ -59,8 +61,9 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """What the headers of the files say.
 
-    One ValueError names everything that differs from a checkpoint of these shapes: tensors that are missing,
-    unexpected, misshaped, of a dtype that cannot be read, FP8 without its scale, or in two files.
+    One ValueError says what differs from a checkpoint of these shapes: tensors that are missing, unexpected,
+    misshaped, of a dtype that cannot be read, FP8 without its scale, or in two files; each kind with its first names
+    and how many there are.
     """
     stored: dict[str, StoredTensor] = {}
     copies: Counter[str] = Counter()
@@ -70,10 +73,11 @@ def stored_tensors(
                 header = file.get_slice(name)
                 stored[name] = StoredTensor(number, place, tuple(header.get_shape()), header.get_dtype())
                 copies[name] += 1
-    faults = _faults(stored, shapes, block)
-    faults += [f"{name} is in {count} files" for name, count in copies.items() if count > 1]
-    if faults:
-        raise ValueError("the checkpoint does not fit its config.json:\n" + "\n".join(f"- {f}" for f in faults))
+    twice = [f"{name} is in {count} files" for name, count in copies.items() if count > 1]
+    kinds = [*_faults(stored, shapes, block), twice]
+    if any(kinds):
+        lines = "\n".join(fault_lines(faults) for faults in kinds if faults)
+        raise ValueError(f"the checkpoint does not fit its config.json:\n{lines}")
     return stored
 
 
@@ -86,8 +90,11 @@ def _open(file: Path) -> Any:
 
 def _faults(
     stored: Mapping[str, StoredTensor], shapes: Mapping[str, Shape], block: tuple[int, int] | None
-) -> list[str]:
-    faults = [f"{name} is missing" for name in shapes if name not in stored]
+) -> list[list[str]]:
+    """Missing tensors, those that are not as they should be, unexpected ones."""
+    missing = [f"{name} is missing" for name in shapes if name not in stored]
+    faults: list[str] = []
+    unexpected: list[str] = []
     scales: dict[str, Shape] = {}
     for name, shape in shapes.items():
         if name not in stored:
@@ -110,8 +117,8 @@ def _faults(
             if tensor.dtype != "F32":
                 faults.append(f"{name} has dtype {tensor.dtype}, not F32")
         elif name not in shapes and not name.endswith("rotary_emb.inv_freq"):
-            faults.append(f"{name} is unexpected")
-    return faults
+            unexpected.append(f"{name} is unexpected")
+    return [missing, faults, unexpected]
 
 
 class ShardReader:

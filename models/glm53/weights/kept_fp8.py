@@ -9,10 +9,9 @@ from cptools.kernels.block_fp8 import BLOCK
 
 from ..config import GLM53Config
 from ..weight_split import WeightSplit
+from .faults import fault_lines
 from .layout import Parameter, parameters
 from .released import Shape
-
-_NAMED = 20
 
 
 def check_kept(config: GLM53Config, split: WeightSplit, kept: Collection[str], shapes: Mapping[str, Shape]) -> None:
@@ -32,9 +31,8 @@ def check_kept(config: GLM53Config, split: WeightSplit, kept: Collection[str], s
         if parameter.kind == "matrix" and parameter.cuts[0].name in kept:
             faults += list(_cuts_through_blocks(parameter, shapes))
     if faults:
-        more = [f"and {len(faults) - _NAMED} more like these"] if len(faults) > _NAMED else []
-        lines = "\n".join(f"- {fault}" for fault in faults[:_NAMED] + more)
-        raise ValueError(f"these matrices can not stay in FP8, load with keep_fp8=False or split less:\n{lines}")
+        how = "load with keep_fp8=False or split less"
+        raise ValueError(f"these matrices can not stay in FP8, {how}:\n{fault_lines(faults)}")
 
 
 def _cuts_through_blocks(parameter: Parameter, shapes: Mapping[str, Shape]) -> Iterator[str]:

@@ -29,6 +29,9 @@ from .model_weights import (
 )
 from .released import Shape, expected_tensors
 
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of plain tensors; fp32 ones and those kept in FP8 have their own."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -109,10 +112,20 @@ def parameters(config: GLM53Config, split: WeightSplit) -> list[Parameter]:
     return recorder.seen
 
 
+def check_weight_types(dtype: torch.dtype, keep_fp8: bool) -> None:
+    """ValueError unless weights can be had in ``dtype``."""
+    if dtype not in WEIGHT_DTYPES:
+        names = ", ".join(str(each).removeprefix("torch.") for each in WEIGHT_DTYPES)
+        raise ValueError(f"dtype={dtype} is not one of {names}")
+    if not isinstance(keep_fp8, bool):
+        raise ValueError(f"keep_fp8={keep_fp8!r} must be True or False")
+
+
 def weight_bytes(
     config: GLM53Config, *, dtype: torch.dtype, keep_fp8: bool = False, split: WeightSplit | None = None
 ) -> int:
     """Bytes of the weights that a rank keeps of a checkpoint of this config, FP8 scales included."""
+    check_weight_types(dtype, keep_fp8)
     total = 0
     keep_fp8 = keep_fp8 and config.weight_block_size is not None
     for parameter in parameters(config, split or WeightSplit()):

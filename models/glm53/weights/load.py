@@ -18,7 +18,7 @@ from ..weight_split import WeightSplit
 from .checkpoint_files import ITEM_BYTES, ShardReader, StoredTensor, checkpoint_files, stored_tensors
 from .fill import Filling, fill
 from .kept_fp8 import check_kept
-from .layout import Cut, assemble
+from .layout import Cut, assemble, check_weight_types
 from .model_weights import ModelWeights
 from .progress import LoadProgress
 from .released import Shape, expected_tensors
@@ -42,10 +42,11 @@ def load_weights(
     own order, each value in one copy to its place on ``device``; host memory beyond the weights stays below 1 GiB.
     progress: called with (bytes read, bytes in all) after each piece, see `progress_bar`.
 
-    Before any tensor is read, ValueError says what cannot be: it names every tensor that is missing, unexpected,
-    misshaped, of a dtype that cannot be read, or FP8 without its scale; a size that the split does not divide; with
-    ``keep_fp8`` the cuts that go through a 128 x 128 block.
+    Before any tensor is read, ValueError says what cannot be: tensors that are missing, unexpected, misshaped, of a
+    dtype that cannot be read, or FP8 without their scale (of each kind the first names and how many); a size that the
+    split does not divide; with ``keep_fp8`` the cuts that go through a 128 x 128 block; a dtype that is no float.
     """
+    check_weight_types(dtype, keep_fp8)
     split = split or WeightSplit()
     files = checkpoint_files(Path(path))
     shapes = expected_tensors(config)

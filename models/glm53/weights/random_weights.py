@@ -8,10 +8,10 @@ from ..config import GLM53Config
 from ..weight_split import WeightSplit
 from .fill import Filling, fill
 from .kept_fp8 import check_kept
-from .layout import assemble
+from .layout import assemble, check_weight_types
 from .model_weights import ModelWeights
 from .random_source import RandomSource
-from .released import is_released_as_fp8
+from .released import scale_name
 
 
 def random_weights(
@@ -32,10 +32,11 @@ def random_weights(
 
     Raises ValueError as `load_weights` does.
     """
+    check_weight_types(dtype, keep_fp8)
     split = split or WeightSplit()
     source = RandomSource(config, seed=seed, device=device, router_skew=router_skew)
-    kept = {name for name, shape in source.shapes.items() if keep_fp8 and is_released_as_fp8(name, shape)}
-    if keep_fp8:
+    kept = {name for name in source.shapes if keep_fp8 and scale_name(name) in source.shapes}
+    if kept:
         check_kept(config, split, kept, source.shapes)
     filling = Filling(torch.device(device), dtype, kept)
     weights = assemble(config, split, filling)
