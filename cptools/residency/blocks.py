@@ -215,23 +215,37 @@ class BlockStore:
         index_runs = page_runs((block.host_page, block.index_page) for block in index)
         return self._begin(CopyKind.FETCH, rows, index, row_runs, index_runs)
 
-    def report(self, done: CopyDone) -> None:
-        """A rank's answer; with the last one the copy ends."""
-        success = self._reports.report(done)
-        if success is None:
-            return
+    def report(self, done: CopyDone) -> list[Block]:
+        """A rank's answer; with the last one the copy ends. Returns blocks whose rows or keys are lost: their owners
+        must give them up.
+
+        Raises ValueError, changing nothing, as `CopyReports.report`, and for damaged pages that are not the copy's.
+        """
+        known = self._copies.get(done.copy)
+        sources = known.host_pages if known is not None and known.kind is CopyKind.FETCH else ()
+        if known is not None and not set(done.damaged) <= set(sources):
+            raise ValueError(f"copy {done.copy} reads host pages {sources}, damaged={done.damaged}")
+        end = self._reports.report(done)
+        if end is None:
+            return []
         copy = self._copies.pop(done.copy)
-        self.counters.failed_copies += not success
+        self.counters.failed_copies += not end.ok
+        lost = []
+        for block in dict.fromkeys([*copy.rows, *copy.index]):
+            if block.owners and block.host_page in end.damaged:
+                lost.append(block)
         for block in copy.rows:
             if block.owners:
-                self._end_rows(block, success)
+                self._end_rows(block, end.ok and block.host_page not in end.damaged)
         if copy.kind is CopyKind.FETCH:
             for block in copy.index:
                 if block.owners:
-                    self._end_index(block, success)
+                    self._end_index(block, end.ok and block.host_page not in end.damaged)
         self.gpu.release(copy.gpu_pages)
         self.index.release(copy.index_pages)
         self.host.release(copy.host_pages)
+        self.counters.damaged += len(lost)
+        return lost
 
     def pages_held(self) -> tuple[list[int], list[int], list[int]]:
         """GPU, index and host pages that copies under way hold, once for each time."""

@@ -42,11 +42,26 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class CopyDone:
-    """What a rank answers when its share of a copy is over. ``ok`` False: nothing may be assumed of the target."""
+    """What a rank answers when its share of a copy is over.
+
+    Attributes:
+        ok: False = nothing may be assumed of any target; the copy is tried again when it is needed.
+        damaged: host pages that a fetch found to hold other bytes than were put there (a checksum). What they held is
+            gone: nobody reads it, and requests compute it again.
+    """
 
     copy: int
     rank: int
     ok: bool = True
+    damaged: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CopyEnd:
+    """What all ranks together answered."""
+
+    ok: bool
+    damaged: frozenset[int]
 
 
 def page_runs(pairs: Iterable[tuple[int, int]]) -> tuple[PageRun, ...]:
@@ -72,7 +87,7 @@ class CopyReports:
         self._ranks = ranks
         self._last = 0
         self._missing: dict[int, set[int]] = {}
-        self._failed: set[int] = set()
+        self._ends: dict[int, CopyEnd] = {}
 
     def __len__(self) -> int:
         """Copies under way."""
@@ -82,10 +97,11 @@ class CopyReports:
         """A new copy, which every rank will report; its number is never used again."""
         self._last += 1
         self._missing[self._last] = set(range(self._ranks))
+        self._ends[self._last] = CopyEnd(True, frozenset())
         return self._last
 
-    def report(self, done: CopyDone) -> bool | None:
-        """Count a report: None while ranks are missing, then whether the copy succeeded on all of them.
+    def report(self, done: CopyDone) -> CopyEnd | None:
+        """Count a report: None while ranks are missing, then how the copy ended.
 
         Raises ValueError, changing nothing, for a copy that is not under way and for a rank that has reported or that
         there is not.
@@ -96,12 +112,10 @@ class CopyReports:
         if done.rank not in missing:
             raise ValueError(f"copy {done.copy} does not wait for rank {done.rank}, but for {sorted(missing)}")
         missing.discard(done.rank)
-        if not done.ok:
-            self._failed.add(done.copy)
+        end = self._ends[done.copy]
+        if not done.ok or done.damaged:
+            end = self._ends[done.copy] = CopyEnd(end.ok and done.ok, end.damaged.union(done.damaged))
         if missing:
             return None
         del self._missing[done.copy]
-        if done.copy in self._failed:
-            self._failed.discard(done.copy)
-            return False
-        return True
+        return self._ends.pop(done.copy)

@@ -60,7 +60,7 @@ class ResidencyPlan:
     admitted: tuple[Admitted, ...]
     """Now running: asking for rows is possible from the next pass on."""
     preempted: tuple[int, ...]
-    """Back in the queue."""
+    """Back in the queue, since the pass before; what is `admitted` comes after."""
     updates: tuple[TableUpdate, ...]
     hot: tuple[HotRegion, ...]
     copies: tuple[CopyPlan, ...]
@@ -75,6 +75,8 @@ class Counters:
     dropped: int = 0
     failed_copies: int = 0
     """Copies, not pages."""
+    damaged: int = 0
+    """Blocks whose host copy turned out to hold other bytes."""
     discarded: int = 0
     """Blocks given up while no running request used them: kept prefixes, and rows that a request computes again."""
     recomputed_tokens: int = 0

@@ -101,9 +101,8 @@ def _discard_waiting(roster: Roster, needer: Request) -> bool:
     for request in map(roster.requests.__getitem__, reversed(roster.waiting)):
         if request is needer or not request.blocks:
             continue
-        before, freed = request.tokens, _discard_last(roster, request)
-        request.tokens = min(request.tokens, len(request.blocks) * roster.sizes.layout.virtual_block)
-        roster.store.counters.recomputed_tokens += before - request.tokens
+        freed = _discard_last(roster, request)
+        roster.cut(request, len(request.blocks))
         if freed:
             return True
     return False

@@ -67,7 +67,8 @@ class Residency:
         if source in self._roster.kept:
             return len(self._roster.kept[source].blocks)
         request = self._roster.requests.get(source)
-        return request.tokens // self.sizes.layout.virtual_block if request else 0
+        there = request.tokens // self.sizes.layout.virtual_block if request else 0
+        return min(there, self._roster.damaged.get(source, there))
 
     def schedule(self, rows: Mapping[int, int]) -> ResidencyPlan:
         """One pass, before a step: who may write, who leaves the queue, what moves.
@@ -83,6 +84,7 @@ class Residency:
         """
         for id, count in rows.items():
             self._check_rows(id, count)
+        self._roster.send_back_damaged()
         granted: list[int] = []
         late: list[int] = []
         admitted: list[Admitted] = []
@@ -97,7 +99,9 @@ class Residency:
                 elif request.runs:
                     admitted.append(Admitted(id, request.tokens))
             elif id in rows:
-                if self._grow(request, rows[id], room=needer is None):
+                if id in self._roster.damaged:
+                    late.append(id)
+                elif self._grow(request, rows[id], room=needer is None):
                     granted.append(id)
                 else:
                     late.append(id)
@@ -118,6 +122,8 @@ class Residency:
         if needer is None and not more:
             copies += self._readopt()
         gone = set(preempted)
+        preempted = [*(id for id in self._roster.preempted if id in self._roster.requests), *preempted]
+        self._roster.preempted.clear()
         hot = tuple(self._roster.hot_changes.values())
         self._roster.hot_changes.clear()
         return ResidencyPlan(
@@ -149,9 +155,11 @@ class Residency:
         """A rank has done its share of a copy, whatever became of the requests meanwhile.
 
         Raises:
-            ValueError: no such copy is under way, or the rank has reported it.
+            ValueError: no such copy is under way, the rank has reported it, or damaged pages are not those it fetches.
         """
-        self._store.report(done)
+        for block in self._store.report(done):
+            if block.owners:
+                self._roster.lose(block)
 
     def preempt(self, request: int) -> None:
         """Put a running request back in the queue, where its arrival puts it. Its rows stay unless memory runs out.

@@ -46,6 +46,9 @@ class Roster:
     Attributes:
         waiting, admitted: ids of requests. requests: all of them.
         kept: prefixes without a request, by handle, the one used longest ago first.
+        damaged: for running requests with outstanding rows, the first block that is lost; they go back to the queue
+            once nothing is outstanding.
+        preempted: requests that went back to the queue by themselves, since whoever announces it cleared it.
         hot_changes: regions given and given back since whoever announces them cleared it.
     """
 
@@ -55,6 +58,8 @@ class Roster:
         self.admitted: list[int] = []
         self.requests: dict[int, Request] = {}
         self.kept: dict[int, BlockOwner] = {}
+        self.damaged: dict[int, int] = {}
+        self.preempted: list[int] = []
         self.hot_changes: dict[int, HotRegion] = {}
         self._last = 0
 
@@ -93,6 +98,36 @@ class Roster:
         # What is left behind the committed rows was reserved for steps.
         while len(request.blocks) > self.sizes.blocks(request.tokens):
             self.store.detach_last(request)
+        if request.id in self.damaged:
+            self.cut(request, self.damaged.pop(request.id))
+
+    def cut(self, request: Request, blocks: int) -> None:
+        """A waiting request keeps its first blocks only and computes the other rows again."""
+        while len(request.blocks) > blocks:
+            self.store.detach_last(request)
+        before, request.tokens = request.tokens, min(request.tokens, blocks * self.sizes.layout.virtual_block)
+        self.store.counters.recomputed_tokens += before - request.tokens
+
+    def lose(self, block: Block) -> None:
+        """What a block held is gone: its owners give it up, with all behind it."""
+        for owner in list(block.owners):
+            if not isinstance(owner, Request):
+                while len(owner.blocks) > block.number:
+                    self.store.detach_last(owner)
+            elif owner.phase is Phase.WAITING:
+                self.cut(owner, block.number)
+            else:
+                self.damaged[owner.id] = min(block.number, self.damaged.get(owner.id, block.number))
+        for handle in [handle for handle, prefix in self.kept.items() if not prefix.blocks]:
+            del self.kept[handle]
+        self.send_back_damaged()
+
+    def send_back_damaged(self) -> None:
+        """Those of the damaged requests that have nothing outstanding go back to the queue."""
+        for id in list(self.damaged):
+            if not self.requests[id].outstanding:
+                self.leave(self.requests[id])
+                self.preempted.append(id)
 
     def remove(self, request: Request) -> None:
         """A request is gone, with every block that nobody else owns."""
@@ -102,6 +137,7 @@ class Roster:
             self._unpin(request)
             self.admitted.remove(request.id)
         del self.requests[request.id]
+        self.damaged.pop(request.id, None)
         while request.blocks:
             self.store.detach_last(request)
 

@@ -49,7 +49,8 @@ class Step:
 class Copy:
     plan: object
     mark: int  # steps launched before it
-    todo: list  # [rank, whether moved, whether it succeeds]
+    todo: list  # [rank, whether moved, whether it succeeds, damaged host pages]
+    damaged: set = field(default_factory=set)
 
 
 def random_sizes(rng: random.Random) -> ResidencySizes:
@@ -100,6 +101,7 @@ class Simulation:
         self.kept: dict[int, np.ndarray] = {}
         self.regions: dict[int, list[HotRegions]] = {}  # of requests with a hot region, one a rank
         self.hot_reads: Counter = Counter()
+        self.lost: set = set()  # blocks whose host copy was found to be damaged
         self.queue: deque = deque()  # steps and poisonings, in launch order
         self.launched = self.executed = 0
         self.copies: list[Copy] = []
@@ -137,6 +139,7 @@ class Simulation:
             self.interfere()
         wants = self.wants()
         plan = self.residency.schedule(wants)
+        self.check_order()
         self.apply(plan, wants)
         self.poison_free_pages()
         for _ in range(rng.randrange(3)):
@@ -197,15 +200,15 @@ class Simulation:
         return wants
 
     def apply(self, plan, wants: dict[int, int]) -> None:
+        for request in plan.preempted:
+            assert not self.live[request].steps
+            self.live[request].admitted = False
         for each in plan.admitted:
             live, places = self.live[each.request], self.residency.places(each.request)
             live.admitted, live.length, live.hot = True, each.cached_tokens, places.hot_pages
             columns = (places.gpu_pages, places.index_pages, places.host_pages)
             live.tables = [list(row) for row in zip(*columns, strict=True)]
             assert each.cached_tokens == self.residency.tokens(each.request)
-        for request in plan.preempted:
-            assert not self.live[request].steps
-            self.live[request].admitted = False
         for update in plan.updates:
             tables = self.live[update.request].tables
             while len(tables) <= update.block:
@@ -232,7 +235,7 @@ class Simulation:
             moved = [sum(run.count for run in runs) for runs in (copy.rows, copy.index)]
             assert 0 < max(moved) <= self.sizes.copy_pages
             ranks = range(self.sizes.layout.world_size)
-            todo = [[rank, False, self.rng.random() > 0.03] for rank in ranks]
+            todo = [[rank, False, self.rng.random() > 0.03, self.some_damage(copy)] for rank in ranks]
             self.copies.append(Copy(copy, self.launched, todo))
 
     def launch(self, item) -> None:
@@ -344,7 +347,7 @@ class Simulation:
                 return
             copy = rng.choice(self.copies)
             part = rng.choice(copy.todo)
-            rank, moved, ok = part
+            rank, moved, ok, damaged = part
             if not moved:
                 while self.executed < copy.mark:
                     self.execute()
@@ -355,7 +358,20 @@ class Simulation:
             copy.todo.remove(part)
             if not copy.todo:
                 self.copies.remove(copy)
-            self.residency.completed(CopyDone(copy.plan.copy, rank, ok=ok))
+            copy.damaged.update(damaged)
+            if not copy.todo:
+                self.lost.update(block for block in self.blocks() if block.host_page in copy.damaged)
+            self.residency.completed(CopyDone(copy.plan.copy, rank, ok, damaged))
+
+    def some_damage(self, plan) -> tuple[int, ...]:
+        if plan.kind is CopyKind.MIRROR or self.rng.random() > 0.12:
+            return ()
+        run = self.rng.choice(plan.rows + plan.index)
+        return (run.source + self.rng.randrange(run.count),)
+
+    def blocks(self):
+        roster = self.residency.roster
+        return [block for owner in (*roster.requests.values(), *roster.kept.values()) for block in owner.blocks]
 
     def move(self, plan, rank: int, ok: bool) -> None:
         mine = slice(rank * self.page, (rank + 1) * self.page)
@@ -381,6 +397,14 @@ class Simulation:
     def check(self) -> None:
         self.check_rows()
         self.check_pages()
+
+    def check_order(self) -> None:
+        """Requests leave the queue in order of arrival; only those that were sent back are behind others."""
+        roster = self.residency.roster
+        newest = max(roster.admitted, default=0)
+        passed = [id for id in roster.waiting if self.last_admitted < id < newest]
+        assert not passed, f"request {newest} was admitted before {passed}"
+        self.last_admitted = max(newest, self.last_admitted)
 
     def check_rows(self) -> None:
         """Every row that is there for good is where its request's places say, in each of them."""
@@ -482,15 +506,13 @@ class Simulation:
         for pool, users in zip(pools, held, strict=True):
             assert pool.counts() == tuple(users[:-1]), "pages are held by others than those known"
         assert store.evictable.keys() == evictable
+        self.lost = {block for block in self.lost if block.owners}
+        for owner in [owner for block in self.lost for owner in block.owners]:
+            assert getattr(owner, "id", 0) in roster.damaged, "a damaged row may be read"
         assert store.idle_dirty.keys() == dirty
 
     def watch_progress(self) -> None:
-        """The oldest request moves on, and requests leave the queue in order of arrival."""
-        roster = self.residency.roster
-        newest = max(roster.admitted, default=0)
-        passed = [id for id in roster.waiting if self.last_admitted < id < newest]
-        assert not passed, f"request {newest} was admitted before {passed}"
-        self.last_admitted = max(newest, self.last_admitted)
+        """The oldest request moves on."""
         if not self.live:
             self.oldest, self.stuck = (0, 0), 0
             return

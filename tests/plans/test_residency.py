@@ -312,6 +312,56 @@ def test_a_failed_copy_changes_nothing():
     assert engine.copies
 
 
+def test_a_damaged_host_page_is_a_miss():
+    """A checksum does not match: nobody gets these bytes, and only what lay from there on is computed again."""
+    engine = Engine(make(gpu=9, host=40, tokens=36))
+    source = engine.add(21)
+    prefix = engine.residency.finish(source, keep_blocks=5)
+    big = engine.residency.add(32)
+    engine.grow_to(big, 32)
+    engine.residency.finish(big)
+    again = engine.residency.add(21, shares=prefix, blocks=5)
+    (copy,) = engine.pass_({}).copies
+    held = [block.host_page for block in engine.residency.roster.requests[again].blocks]
+    assert held[2] in [run.source + i for run in copy.rows for i in range(run.count)]
+    with pytest.raises(ValueError, match=r"damaged=.77"):
+        engine.residency.completed(CopyDone(copy.copy, 0, damaged=(77,)))
+    engine.residency.completed(CopyDone(copy.copy, 0, damaged=(held[2],)))
+    assert engine.residency.queue == (again,)
+    assert engine.residency.shareable(prefix) == 2
+    plan = engine.pass_({})
+    assert plan.preempted == (again,)
+    assert [each.cached_tokens for each in plan.admitted] == [8]
+    assert engine.residency.counters.damaged == 1
+    assert engine.residency.counters.recomputed_tokens == 12
+
+
+def test_damage_waits_for_the_steps_of_a_running_request():
+    """Found damaged while a request reads it through its hot region: that one gets no more rows, and goes back once its
+    steps are over."""
+    engine = Engine(make(gpu=16, host=60, tokens=100, step=8))
+    reader = engine.residency.add(84)
+    engine.grow_to(reader, 84)
+    assert engine.residency.places(reader).gpu_pages[1] == -1
+    other = engine.residency.add(12, shares=reader, blocks=2)
+    while not any(copy.kind is CopyKind.FETCH for copy in engine.copies):
+        assert len(engine.plans) < 50
+        engine.report()
+        engine.pass_({})
+    (copy,) = engine.copies
+    plan = engine.residency.schedule({reader: 3})
+    assert plan.granted == (reader,)
+    damaged = engine.residency.places(reader).host_pages[1]
+    engine.residency.completed(CopyDone(copy.copy, 0, damaged=(damaged,)))
+    assert engine.residency.shareable(reader) == 1
+    plan = engine.residency.schedule({reader: 2})
+    assert (plan.granted, plan.waiting, plan.preempted) == ((), (reader,), (other,))
+    engine.residency.commit(reader, 3)
+    plan = engine.residency.schedule({reader: 2})
+    assert plan.preempted == (reader,)
+    assert engine.residency.tokens(reader) == 4
+
+
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -59,7 +59,7 @@ def first_report_completes(monkeypatch):
         missing = self._missing[done.copy]
         missing.discard(done.rank)
         first = len(missing) == self._ranks - 1
-        return done.ok if first else None
+        return copies.CopyEnd(done.ok, frozenset()) if first else None
 
     monkeypatch.setattr(copies.CopyReports, "report", report)
 
@@ -168,6 +168,10 @@ def admission_counts_no_pages(monkeypatch):
     monkeypatch.setattr(residency, "fit", lambda roster, request: admission.Fit.HOT)
 
 
+def damaged_rows_stay(monkeypatch):
+    monkeypatch.setattr(roster.Roster, "lose", lambda self, block: None)
+
+
 def hot_rows_are_not_recognised(monkeypatch):
     right = reference._find
     monkeypatch.setattr(reference, "_find", lambda values, held: (right(values, held)[0], np.zeros(len(values), bool)))
@@ -194,7 +198,8 @@ FAULTS = [
     first_report_completes, copies_hold_no_pages, a_stale_host_copy_stays, dropped_while_copying, the_tail_may_leave,
     a_failed_copy_counts, a_failed_copy_leaks, a_page_is_freed_twice, unpinned_without_a_hot_region,
     tables_are_not_updated, index_keys_are_not_awaited, nobody_gives_way, the_queue_is_a_stack,
-    admission_counts_no_pages, hot_rows_are_not_recognised, a_hot_slot_is_called_another, copies_overtake_steps,
+    admission_counts_no_pages, damaged_rows_stay, hot_rows_are_not_recognised,
+    a_hot_slot_is_called_another, copies_overtake_steps,
 ]  # fmt: skip
 
 
