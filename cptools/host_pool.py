@@ -68,6 +68,11 @@ class HostKVPool:
         self._check_open()
         return self._pages.num_free
 
+    def users(self, page: int) -> int:
+        """Reference count of a page; 0 when it is free. Raises ValueError when there is no such page."""
+        self._check_open()
+        return self._pages.users(page)
+
     @property
     def resident_bytes(self) -> int:
         """Host memory held now: the pieces written to so far; 0 once closed."""

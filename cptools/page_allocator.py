@@ -5,12 +5,26 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
+from typing import Protocol
 
 from cptools.integers import require_int
 
 
 class PoolExhausted(RuntimeError):
     """There are not enough free pages; nothing was allocated."""
+
+
+class Pages(Protocol):
+    """Reference counts of pages, wherever the pages are: what :class:`PageAllocator` does, in its words."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    def users(self, page: int) -> int: ...
+    def allocate(self, n: int) -> list[int]: ...
+    def retain(self, pages: Iterable[int]) -> None: ...
+    def release(self, pages: Iterable[int]) -> None: ...
 
 
 class PageAllocator:

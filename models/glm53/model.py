@@ -16,7 +16,7 @@ from cptools.cp_kv import ContextParallelKV, check_decode_parts
 from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
 from cptools.kernels.sampling import Sampling, SamplingRows, Verified, verify_drafts
-from cptools.page_allocator import PageAllocator
+from cptools.page_allocator import PageAllocator, Pages
 from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
@@ -172,12 +172,15 @@ class GLM53:
         """For what may raise before the first pass of a step: replicas in lockstep learn of it instead of waiting."""
         return self.split.lockstep.checks()
 
-    def new_cache(self, num_pages: int) -> EngineCache:
+    def new_cache(self, num_pages: int, *, allocator: Pages | None = None) -> EngineCache:
         """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local.
 
-        A request of n tokens needs ``kv.layout.pages(n)`` pages. Raises ValueError on a number below 0.
+        A request of n tokens needs ``kv.layout.pages(n)`` pages. allocator: who counts their users, such as a pool that
+        caches prefixes. Raises ValueError on a number below 0, or one that is not the allocator's.
         """
-        allocator = PageAllocator(num_pages)
+        allocator = PageAllocator(num_pages) if allocator is None else allocator
+        if allocator.num_pages != num_pages:
+            raise ValueError(f"an allocator of {allocator.num_pages} pages for a cache of {num_pages}")
         kv = ContextParallelKV(
             cp=self.cp,
             kv=self.kv,

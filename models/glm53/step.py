@@ -29,10 +29,13 @@ class EngineCache:
     tables: BlockTables
     lengths: dict[int, int] = field(default_factory=dict)
 
-    def open(self) -> int:
-        """A new request without tokens."""
-        request = self.tables.open()
-        self.lengths[request] = 0
+    def open(self, prefix: Sequence[int] = (), own: Sequence[int] = ()) -> int:
+        """A new request, without tokens, or with those whose rows are in the pages ``prefix``: whole virtual blocks.
+
+        It takes over a user of each page, see `BlockTables.open`; new tokens go to ``own`` and other pages.
+        """
+        request = self.tables.open(prefix, own)
+        self.lengths[request] = len(prefix) * self.tables.layout.virtual_block
         return request
 
     def truncate(self, request: int, length: int) -> None:
@@ -40,13 +43,15 @@ class EngineCache:
 
         Its pages stay reserved: it is about to go on in them. The rows behind the length are never read, and written
         again before their positions count. Raises ValueError, changing nothing, for a request that is not open or a
-        length outside [0, its length].
+        length outside [0, its length], or inside pages that are read-only.
         """
         if request not in self.lengths:
             raise ValueError(f"request {request} is not open; open: {sorted(self.lengths)}")
         held = self.lengths[request]
         if not 0 <= require_int("length", length) <= held:
             raise ValueError(f"request {request} has {held} tokens and can not be cut to {length}")
+        if length < (read_only := self.tables.read_only_tokens(request)):
+            raise ValueError(f"request {request} shares its first {read_only} tokens and can not be cut to {length}")
         layout, rank = self.kv.kv.layout, self.kv.kv.rank
         self.kv.traffic.rows_dropped += layout.local_len(held, rank) - layout.local_len(length, rank)
         self.lengths[request] = length

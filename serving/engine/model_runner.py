@@ -126,11 +126,14 @@ class ModelRunner(Generic[Cache, Result]):
         self._decoding: set[int] = set()
         self.span = span
 
-    def open(self, sampling: Sampling | None = None) -> int:
-        """A new request without tokens. Raises ValueError if ``max_requests`` are open."""
+    def open(self, sampling: Sampling | None = None, *, prefix: Sequence[int] = (), own: Sequence[int] = ()) -> int:
+        """A new request, without tokens or with those in the pages ``prefix``: its prompt goes on behind them.
+
+        It takes over a user of each page (`BlockTables.open`). Raises ValueError if ``max_requests`` are open.
+        """
         if not self._free:
             raise ValueError(f"max_requests={self.state.capacity} requests are open")
-        request = self.cache.open()
+        request = self.cache.open(prefix, own)
         self._rows[request] = self._free.pop()
         self._settings[request] = sampling or Sampling()
         self.state.start(self._rows[request], self._settings[request])
