@@ -150,6 +150,42 @@ def test_a_shared_page_stays_with_its_other_user():
     assert [allocator.users(page) for page in (0, 1)] == [0, 1]
 
 
+def test_a_request_begins_with_pages_of_others_and_pages_of_its_own():
+    """It takes over one user of each: what it shares stays behind when it closes, the rest is free."""
+    held, allocator = tables()
+    first = held.open()
+    held.reserve({first: 2 * BLOCK})
+    allocator.retain([0, 1])
+    second = held.open([0, 1], allocator.allocate(1))
+    held.reserve({second: 3 * BLOCK + 1})
+    assert held.table([first, second]).tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
+    assert [held.pages(second, 1), held.pages(second, stop=2), held.pages(second, 1, 3)] == [[1, 2, 3], [0, 1], [1, 2]]
+    assert [held.read_only_tokens(request) for request in (first, second)] == [0, 2 * BLOCK]
+    held.close(second)
+    assert [allocator.users(page) for page in range(4)] == [1, 1, 0, 0]
+    held.close(first)
+    assert allocator.num_free == PAGES
+    with pytest.raises(ValueError, match=r"can not begin with pages \[0\]: they are free"):
+        held.open([0])
+    with pytest.raises(ValueError, match="page 7 is outside num_pages=7"):
+        held.open([], [7])
+
+
+def test_blocks_become_read_only_and_stay_so():
+    held, _ = tables()
+    request = held.open()
+    held.reserve({request: 2 * BLOCK})
+    for blocks, tokens in [(0, 0), (1, BLOCK), (2, 2 * BLOCK), (1, 2 * BLOCK)]:
+        held.protect(request, blocks)
+        assert held.read_only_tokens(request) == tokens
+    with pytest.raises(ValueError, match=f"request {request} holds 2 pages, no 3 to protect"):
+        held.protect(request, 3)
+    held.close(request)
+    for call in (lambda: held.protect(request, 0), lambda: held.read_only_tokens(request)):
+        with pytest.raises(ValueError, match=f"request {request} is not open"):
+            call()
+
+
 def test_unknown_requests_raise():
     held, _ = tables()
     request = held.open()

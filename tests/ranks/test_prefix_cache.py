@@ -76,7 +76,7 @@ def _two_turns(model: GLM53, *, close: bool) -> list[torch.Tensor]:
 
 def _both_ways(rank: int, world_size: int, path: str) -> bool:
     with ParallelGroups.from_world(ParallelConfig(pcp=2, dcp=2)) as groups:
-        model = GLM53.from_pretrained(path, parallel=groups, page_size=PAGE // 2)
+        model = GLM53.from_pretrained(path, parallel=groups, page_size=PAGE // 2, interleave=PAGE // 2)
         kept, found = _two_turns(model, close=False), _two_turns(model, close=True)
         return all(torch.equal(x, y) for x, y in zip(kept, found, strict=True))
 

@@ -143,6 +143,18 @@ def test_a_block_stays_while_one_behind_it_is_in_use() -> None:
     assert cache.pool.num_free == 6
 
 
+def test_a_prefix_used_over_and_over_leaves_no_trail() -> None:
+    """What is remembered of the order of eviction grows with the blocks, not with the requests."""
+    cache = Cache(KVLayout(1, page_size=4), 6)
+    often, rarely = [1] * 9, [2] * 9
+    cache.serve(rarely)
+    for _ in range(500):
+        cache.serve(often)
+    assert len(cache.pool._oldest) < 100
+    assert cache.pool.evict(2) == 2
+    assert (cache.found(often), cache.found(rarely)) == (8, 0)
+
+
 def test_events_tell_an_index_elsewhere() -> None:
     cache = Cache(KVLayout(2, page_size=2), 3)
     tokens = list(range(10, 19))
