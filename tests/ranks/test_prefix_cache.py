@@ -14,7 +14,7 @@ from models.glm53 import GLM53
 from serving.core import BlockPool, CacheIdentity, PrefixCache
 from tests.checkpoints import TINY, random_prompts, save_guessable
 from tests.ranks.harness import run_ranks
-from tests.serving.conversations import PAGE, Engine, converse
+from tests.serving.conversations import PAGE, TWO, Engine, converse
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _conversations(rank: int, world_size: int, path: str, pcp: int, dcp: int) -> Any:
     with ParallelGroups.from_world(ParallelConfig(pcp=pcp, dcp=dcp)) as groups:
         model = GLM53.from_pretrained(path, parallel=groups, page_size=PAGE // dcp)
-        engine = Engine(model, 22, decoded=dcp == 1)
-        rounds, found = converse(engine, chunk=30, turns=2, new_tokens=5)
+        engine = Engine(model, 18, decoded=dcp == 1)
+        rounds, found = converse(engine, chunk=30, groups=TWO, new_tokens=5)
         return rounds, found, engine.pool.evicted_blocks
 
 
@@ -37,7 +37,7 @@ def test_further_turns_over_ranks_are_bit_equal_to_one_rank_without_a_cache(
     """With drafts, in chunks, after evictions. With DCP only rows of prompts are published here: rows that decode wrote
     come of sums in another order than a prompt's."""
     alone = GLM53.from_pretrained(tiny, page_size=PAGE, decode_parts=dcp)
-    want, _ = converse(Engine(alone, 60, cached=False), chunk=1000, turns=2, new_tokens=5)
+    want, _ = converse(Engine(alone, 60, cached=False), chunk=1000, groups=TWO, new_tokens=5)
     for pcp in pcps:
         for rounds, found, evicted in run_ranks(_conversations, 2, str(tiny), pcp, dcp):
             assert rounds == want

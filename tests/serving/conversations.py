@@ -86,20 +86,23 @@ class Engine:
         return list(running.values())
 
 
-GROUPS = ([[0], [1, 2]], [[2], [0, 1]], [[0], [1, 2]])
+THREE = ([[0], [1, 2]], [[2], [0, 1]], [[0], [1, 2]])
+TWO = ([[0], [2]], [[2, 0]])
+"""Which conversations take a turn, side by side or one after the other; turn by turn."""
 
 
-def converse(engine: Engine, *, chunk: int, turns: int = 3, new_tokens: int = 8) -> tuple[list[list], int]:
-    """Three conversations behind one system prompt, some side by side: all rounds of all turns, and how many prompt
-    tokens came from the cache."""
+def converse(
+    engine: Engine, *, chunk: int, groups: tuple[list[list[int]], ...] = THREE, new_tokens: int = 8
+) -> tuple[list[list], int]:
+    """Conversations behind one system prompt: all rounds of all turns, and how many tokens came from the cache."""
     system, *users = random_prompts((45, 30, 1, 19), VOCAB, seed=1)
     further = [*random_prompts((7, 21, 3), VOCAB, seed=2), *random_prompts((1, 9, 33), VOCAB, seed=3)]
     rounds, found = [], 0
     history = [[*system, *user] for user in users]
-    for turn in range(turns):
+    for turn, in_turn in enumerate(groups):
         if turn:  # a stranger passes, and takes the room of others
             rounds.append(engine.answer(random_prompts((100,), VOCAB, seed=10 + turn), 1, 100)[0].rounds)
-        for group in GROUPS[turn]:
+        for group in in_turn:
             answers = engine.answer([history[i] for i in group], new_tokens, chunk)
             for i, running in zip(group, answers, strict=True):
                 rounds.append(running.rounds)
