@@ -13,7 +13,8 @@ class Fit(Enum):
 
     RESIDENT = "all rows on the GPU"
     HOT = "its tail on the GPU, a hot region, the rest where it is"
-    NOT_YET = "there is no room"
+    NO_GPU_PAGES = "not yet: there are too few pages for rows"
+    NO_INDEX_PAGES = "not yet: there are too few pages for index keys"
 
 
 def fit(roster: Roster, request: Request) -> Fit:
@@ -34,14 +35,14 @@ def fit(roster: Roster, request: Request) -> Fit:
     gpu = store.gpu_room - promised_gpu
     index = store.index_room - promised_index
     if new > index:
-        return Fit.NOT_YET
+        return Fit.NO_INDEX_PAGES
     resident = new + request.absent <= gpu
     hot = sizes.spills and blocks > sizes.hot_pages + sizes.active_blocks and sizes.hot_pages < gpu
     if not (resident or hot):
-        return Fit.NOT_YET
+        return Fit.NO_GPU_PAGES
     no_index = sum(block.index_page < 0 or block in store.idle for block in request.blocks)
     if new + no_index > index:
-        return Fit.NOT_YET
+        return Fit.NO_INDEX_PAGES
     if resident and new + request.absent + sum(block in store.evictable for block in request.blocks) <= gpu:
         return Fit.RESIDENT
     if hot:
@@ -50,4 +51,4 @@ def fit(roster: Roster, request: Request) -> Fit:
         beside = gpu - sizes.hot_pages - sum(block.state not in settled for block in tail)
         if beside >= min(new, sizes.active_blocks) and new <= beside + store.host.num_free - promised_host:
             return Fit.HOT
-    return Fit.NOT_YET
+    return Fit.NO_GPU_PAGES

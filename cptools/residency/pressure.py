@@ -17,17 +17,20 @@ from .roster import Request, Roster
 from .states import PageState
 
 
-def relieve(roster: Roster, needer: Request | None) -> tuple[list[CopyPlan], list[int]]:
-    """Take the next step against a shortage: that of ``needer``, or pages below the watermark.
+def relieve(roster: Roster, needer: Request | None, *, gpu: bool) -> tuple[list[CopyPlan], list[int]]:
+    """Take the next step against a shortage: that of ``needer``, or GPU pages below the watermark.
+
+    gpu: whether the needer lacks GPU pages; else it lacks index pages, which only those who do not run can give.
 
     Returns copies that begin and requests that were preempted. A needer that is not the oldest admitted request waits
     for those before it rather than take from others what is not in host memory.
     """
     store, sizes = roster.store, roster.sizes
-    if needer is None and store.gpu_room >= sizes.watermark:
+    gpu = gpu or store.gpu_room < sizes.watermark
+    if needer is None and not gpu:
         return [], []
-    copies = _mirror(roster)
-    given = _give_hot(roster)
+    copies = _mirror(roster, running=gpu and sizes.spills)
+    given = gpu and sizes.spills and _give_hot(roster)
     if needer is None or copies or given or store.copies_under_way:
         return copies, []
     if _discard_kept(roster):
@@ -44,18 +47,18 @@ def relieve(roster: Roster, needer: Request | None) -> tuple[list[CopyPlan], lis
     return [], []
 
 
-def _mirror(roster: Roster) -> list[CopyPlan]:
-    """Copies of one run's worth of dirty pages: of idle blocks, then of requests that may live with a hot region."""
+def _mirror(roster: Roster, *, running: bool) -> list[CopyPlan]:
+    """A copy of dirty pages: of idle blocks, then of running requests that may live with a hot region."""
     store, sizes = roster.store, roster.sizes
     room = min(store.host.num_free, sizes.copy_pages)
-    chosen = list(islice(_mirrorable(roster), room))
+    chosen = list(islice(_mirrorable(roster, running), room))
     return [store.mirror(chosen)] if chosen else []
 
 
-def _mirrorable(roster: Roster) -> Iterator[Block]:
+def _mirrorable(roster: Roster, running: bool) -> Iterator[Block]:
     yield from roster.store.idle_dirty
     seen: set[Block] = set()  # requests may share a dirty block
-    if roster.sizes.spills:
+    if running:
         for request in _by_size(roster):
             if request.copied < request.tail and (request.hot or request.tail > roster.sizes.hot_pages):
                 for block in request.blocks[: request.tail]:
@@ -67,8 +70,6 @@ def _mirrorable(roster: Roster) -> Iterator[Block]:
 def _give_hot(roster: Roster) -> bool:
     """A hot region for the request whose other pages that frees are the most, if they are more than it takes."""
     store, sizes = roster.store, roster.sizes
-    if not sizes.spills:
-        return False
     best, most = None, sizes.hot_pages
     for request in _by_size(roster):
         if request.runs and not request.hot and min(request.copied, request.tail) > most:

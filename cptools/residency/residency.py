@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 
 from cptools.integers import require_int
 
 from .admission import Fit, fit
+from .blocks import Block
 from .copies import CopyDone, CopyPlan
 from .plan import Admitted, Counters, Places, ResidencyPlan, TableUpdate
 from .pressure import relieve
 from .roster import Phase, Request, Roster
 from .sizes import ResidencySizes
 from .states import PageState
+
+
+class _Missing(Enum):
+    """Why a request can not go on in this pass."""
+
+    GPU_PAGES = "pages for rows"
+    INDEX_PAGES = "pages for index keys"
+    TURN = "an older request needs pages too"
 
 
 class Residency:
@@ -91,33 +101,36 @@ class Residency:
         copies: list[CopyPlan] = []
         preempted: list[int] = []
         needer: Request | None = None
+        gpu_short = False
         for id in self._roster.admitted:
             request = self._roster.requests[id]
             if request.phase is Phase.LOADING:
-                if not self._load(request, copies, room=needer is None):
-                    needer = needer or request
+                missing = self._load(request, copies, first=needer is None)
+                if missing is not None and needer is None:
+                    needer, gpu_short = request, missing is _Missing.GPU_PAGES
                 elif request.runs:
                     admitted.append(Admitted(id, request.tokens))
             elif id in rows:
                 if id in self._roster.damaged:
                     late.append(id)
-                elif self._grow(request, rows[id], room=needer is None):
-                    granted.append(id)
-                else:
-                    late.append(id)
-                    needer = needer or request
+                    continue
+                missing = self._grow(request, rows[id], first=needer is None)
+                (granted if missing is None else late).append(id)
+                if missing is not None and needer is None:
+                    needer, gpu_short = request, missing is _Missing.GPU_PAGES
         while needer is None and self._roster.waiting:
             request = self._roster.requests[self._roster.waiting[0]]
             how = fit(self._roster, request)
-            if how is Fit.NOT_YET:
-                needer = request
+            if how not in (Fit.RESIDENT, Fit.HOT):
+                needer, gpu_short = request, how is Fit.NO_GPU_PAGES
                 break
             self._roster.admit(request, hot=how is Fit.HOT)
-            if not self._load(request, copies, room=True):
-                needer = request
+            missing = self._load(request, copies, first=True)
+            if missing is not None:
+                needer, gpu_short = request, missing is _Missing.GPU_PAGES
             elif request.runs:
                 admitted.append(Admitted(request.id, request.tokens))
-        more, preempted = relieve(self._roster, needer)
+        more, preempted = relieve(self._roster, needer, gpu=gpu_short)
         copies += more
         if needer is None and not more:
             copies += self._readopt()
@@ -237,43 +250,54 @@ class Residency:
         """What all this stands on, to be looked at."""
         return self._roster
 
-    def _grow(self, request: Request, rows: int, *, room: bool) -> bool:
-        """Make the next rows writable, unless pages are missing."""
+    def _missing(self, gpu_pages: int, index_pages: int, *, first: bool) -> _Missing | None:
+        """What is missing to take so many pages; a request that is not the first to need some takes none."""
+        if gpu_pages <= 0 and index_pages <= 0:
+            return None
+        if gpu_pages > self._store.gpu_room:
+            return _Missing.GPU_PAGES
+        if index_pages > self._store.index_room:
+            return _Missing.INDEX_PAGES
+        return None if first else _Missing.TURN
+
+    def _grow(self, request: Request, rows: int, *, first: bool) -> _Missing | None:
+        """Make the next rows writable, unless something is missing."""
         store, sizes = self._store, self.sizes
         end = request.tokens + request.outstanding + rows
         have = len(request.blocks)
         new = sizes.blocks(end) - have
+        missing = self._missing(new, new, first=first)
+        if missing is not None:
+            return missing
         if new > 0:
-            if not room or new > store.gpu_room or new > store.index_room:
-                return False
             self._roster.extend(request, store.new_blocks(range(have, have + new)))
         if rows:
             for block in request.blocks[request.tokens // sizes.layout.virtual_block :]:
                 store.rewrite(block)
         request.outstanding += rows
-        return True
+        return None
 
-    def _load(self, request: Request, copies: list[CopyPlan], *, room: bool) -> bool:
-        """Bring to the GPU what an admitted request must find there. False if there is no room for it now."""
+    def _load(self, request: Request, copies: list[CopyPlan], *, first: bool) -> _Missing | None:
+        """Bring to the GPU what an admitted request must find there, unless something is missing."""
         store = self._store
-        first = request.tail if request.hot else 0
-        rows = [block for block in request.blocks[first:] if block.state is PageState.HOST]
+        needed = request.blocks[request.tail if request.hot else 0 :]
+        rows = [block for block in needed if block.state is PageState.HOST]
         index = [block for block in request.blocks if block.index_page < 0]
-        if rows or index:
-            if not room or len(rows) > store.gpu_room or len(index) > store.index_room:
-                return False
-            most = self.sizes.copy_pages
-            for start in range(0, max(len(rows), len(index)), most):
-                copies.append(store.fetch(rows[start : start + most], index[start : start + most]))
-        if self._loaded(request, first):
+        missing = self._missing(len(rows), len(index), first=first)
+        if missing is not None:
+            return missing
+        most = self.sizes.copy_pages
+        for start in range(0, max(len(rows), len(index)), most):
+            copies.append(store.fetch(rows[start : start + most], index[start : start + most]))
+        if self._loaded(request, needed):
             request.phase = Phase.RUNNING
-        return True
+        return None
 
-    def _loaded(self, request: Request, first: int) -> bool:
+    def _loaded(self, request: Request, needed: list[Block]) -> bool:
         """Whether all that a request must find on the GPU is there, and no copy reads what its steps will write."""
         written = request.blocks[request.tokens // self.sizes.layout.virtual_block :]
         return (
-            all(block.state.on_gpu for block in request.blocks[first:])
+            all(block.state.on_gpu for block in needed)
             and not any(block.state is PageState.COPYING for block in written)
             and not any(block.index_under_way for block in request.blocks)
         )

@@ -204,6 +204,17 @@ def test_adoptable_copies_are_counted_at_admission():
     assert [each.cached_tokens for each in engine.pass_({}).admitted] == [24]
 
 
+def test_rows_do_not_move_for_want_of_index_pages():
+    """Spilling rows would give no index page."""
+    engine = Engine(make(gpu=60, host=60, index=30, tokens=80))
+    engine.add(80)
+    waiting = engine.residency.add(80)
+    for _ in range(5):
+        engine.pass_({})
+    assert engine.residency.queue == (waiting,)
+    assert not any(plan.copies or plan.hot for plan in engine.plans)
+
+
 def test_a_prefix_in_host_memory_is_reused():
     """Two requests share a prefix, whose pages were dropped in between (SGLang 32314)."""
     engine = Engine(make(gpu=9, host=40, tokens=36))

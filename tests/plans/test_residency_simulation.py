@@ -140,11 +140,11 @@ def tables_are_not_updated(monkeypatch):
 def index_keys_are_not_awaited(monkeypatch):
     right = residency.Residency._load
 
-    def load(self, request, copies, *, room):
-        enough = right(self, request, copies, room=room)
-        if enough:
+    def load(self, request, copies, *, first):
+        missing = right(self, request, copies, first=first)
+        if missing is None:
             request.phase = roster.Phase.RUNNING
-        return enough
+        return missing
 
     monkeypatch.setattr(residency.Residency, "_load", load)
 
