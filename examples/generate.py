@@ -6,7 +6,9 @@
 Prompts are token ids. The result is one line of ids a prompt, the same on every rank; before them stands what each rank
 read and holds. Replicas (--dp) all run the same prompts. With --random-weights DIR needs no more than config.json:
 weights are drawn where they would be read, which shows whether a model fits before its checkpoint is there. With --json
-the last line is one JSON object.
+the last line is one JSON object. One rank needs no torchrun.
+
+A rank's exit status: 0, 1 failed, 2 refused flags, prompts or checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from cptools import ParallelConfig, ParallelGroups, init_world
-from examples.world import FlagParser, device_type, refuse
+from examples.prompts import check_prompts, random_prompts, read_prompts
+from examples.world import FlagParser, check_draft_tokens, check_world, device_type, join_torchrun, refuse
 from models.glm53 import GLM53, GLM53Config
 from models.glm53.weight_split import WeightSplit, check_split
 from models.glm53.weights import ModelWeights, load_weights, progress_bar, random_weights, weight_bytes
@@ -69,44 +72,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for another")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     args = parser.parse_args(argv)
-    for name in ("max_new_tokens", "chunk", "timeout"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
+    parser.require(args, positive=("random", "max_new_tokens", "chunk", "timeout"), or_zero=("draft_tokens",))
     return args
 
 
-def read_prompts(args: argparse.Namespace, config: GLM53Config) -> list[list[int]]:
-    """ValueError unless each is at least one id of the vocabulary."""
-    if args.random is not None:
-        if args.random < 1:
-            raise ValueError(f"--random {args.random} must be positive")
-        generator = torch.Generator().manual_seed(0)
-        return [torch.randint(0, config.vocab_size, (args.random,), generator=generator).tolist()]
-    prompts = json.loads(args.prompts.read_text(encoding="utf-8"))
-    if not isinstance(prompts, list) or not all(isinstance(prompt, list) and prompt for prompt in prompts):
-        raise ValueError(f"{args.prompts} is no list of lists of token ids, each with at least one")
-    wrong = {i for prompt in prompts for i in prompt if type(i) is not int or not 0 <= i < config.vocab_size}
-    if wrong:
-        raise ValueError(
-            f"{args.prompts} has ids outside [0, {config.vocab_size}), among them {sorted(wrong, key=str)[:3]}"
-        )
-    return prompts
-
-
 def main(argv: Sequence[str] | None = None) -> int:
+    join_torchrun()
     args = parse(argv)
     try:
         device = device_type(args.device)
         sizes = ParallelConfig(pcp=args.pcp, dcp=args.dcp, tp=args.tp, ep=args.ep, dp=args.dp)
-        if sizes.world_size != int(os.environ["WORLD_SIZE"]):
-            raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
+        check_world(sizes)
         config = GLM53Config.from_pretrained(args.checkpoint)
         split = WeightSplit.of(sizes, sizes.rank_coords(int(os.environ["RANK"])))
         check_split(config, split)
-        if args.draft_tokens < 0 or (args.draft_tokens and not config.num_nextn_predict_layers):
-            layers = config.num_nextn_predict_layers
-            raise ValueError(f"--draft-tokens {args.draft_tokens} with a checkpoint of {layers} MTP layers")
-        prompts = read_prompts(args, config)
+        check_draft_tokens(args.draft_tokens, config)
+        prompts = read_prompts(args.prompts) if args.prompts else random_prompts([args.random], config)
+        check_prompts(prompts, config, new_positions=args.max_new_tokens - 1)
     except (ValueError, OSError) as error:
         refuse(error)
     timeout = timedelta(seconds=args.timeout)
@@ -129,7 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     progress=progress,
                 )
 
-            model = GLM53.over(groups, config, weights, kv_rows=args.kv_rows)
+            try:
+                model = GLM53.over(groups, config, weights, kv_rows=args.kv_rows)
+            except (ValueError, OSError) as error:
+                refuse(error)
         read_s = time.monotonic() - start
         out = model.generate_batch(
             prompts, args.max_new_tokens, chunk=args.chunk, stop_at_eos=True, draft_tokens=args.draft_tokens

@@ -29,7 +29,7 @@ from cptools.cp_kv import TrafficCounters
 from cptools.step_plan import StepPlan
 from examples.demo_model import CONFIG, as_text, save_demo_checkpoint, standard_library_prompt
 from examples.sabotage import KINDS, check_sabotage, sabotage
-from examples.world import FlagParser, device_type, refuse
+from examples.world import FlagParser, check_world, device_type, join_torchrun, refuse
 from models.glm53 import GLM53
 
 MIB = 2**20
@@ -104,15 +104,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for another")
     parser.add_argument("--sabotage", choices=KINDS, help="run with a broken module")
     args = parser.parse_args(argv)
-    for name in ("chunk", "decode_steps", "timeout"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
-    if not args.atol >= 0:
-        parser.error(f"--atol {args.atol} must not be negative")
+    parser.require(args, positive=("chunk", "decode_steps", "timeout"), or_zero=("atol",))
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    join_torchrun()
     args = parse(argv)
     try:
         device = device_type(args.device)
@@ -123,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{positions} positions are needed, the model has {CONFIG.max_position_embeddings}")
         if args.sabotage:
             check_sabotage(args.sabotage, pcp=args.pcp, dcp=args.dcp, tokens=args.tokens, chunk=args.chunk)
-        if sizes.world_size != int(os.environ["WORLD_SIZE"]):
-            raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
+        check_world(sizes)
     except ValueError as error:
         refuse(error)
     with tempfile.TemporaryDirectory() as folder:

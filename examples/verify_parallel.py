@@ -37,7 +37,8 @@ from torch import Tensor
 from cptools import ParallelConfig, ParallelGroups, init_world
 from cptools.cp_kv import TrafficCounters
 from cptools.step_plan import StepPlan
-from examples.world import FlagParser, device_type, refuse
+from examples.prompts import check_prompts, random_prompts, read_prompts
+from examples.world import FlagParser, check_draft_tokens, check_world, device_type, join_torchrun, refuse
 from models.glm53 import GLM53, GLM53Config
 
 DECODE_STEPS = 16
@@ -189,7 +190,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if every rank has a GPU")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for another")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    parser.require(args, positive=("chunk", "timeout"), or_zero=("atol", "draft_tokens"))
+    return args
 
 
 def described(sizes: ParallelConfig) -> str:
@@ -202,49 +205,28 @@ def length_list(text: str) -> tuple[int, ...]:
     return tuple(int(length) for length in text.split(","))
 
 
-def make_prompts(args: argparse.Namespace, config: GLM53Config) -> list[list[int]]:
-    """Random prompts, or the file's. Raises ValueError on any that the model cannot run."""
-    if args.prompts is not None:
-        try:
-            prompts = json.loads(args.prompts.read_text())
-        except ValueError as error:
-            raise ValueError(f"{args.prompts} is not JSON: {error}") from error
-        if not (isinstance(prompts, list) and all(isinstance(p, list) and {*map(type, p)} <= {int} for p in prompts)):
-            raise ValueError(f"{args.prompts} is not a list of lists of token ids")
-    else:
-        generator = torch.Generator().manual_seed(args.seed)
-        if min(args.lengths) < 1:
-            raise ValueError(f"lengths {args.lengths} must be positive")
-        prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in args.lengths]
-    if not prompts:
-        raise ValueError("there are no prompts")
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {i} is empty")
-        if outside := sorted({token for token in prompt if not 0 <= token < config.vocab_size}):
-            raise ValueError(f"prompt {i} has ids outside [0, {config.vocab_size}), among them {outside[:4]}")
-        if len(prompt) + DECODE_STEPS > config.max_position_embeddings:
-            raise ValueError(
-                f"prompt {i}: {len(prompt)} tokens and {DECODE_STEPS} decode steps exceed "
-                f"max_position_embeddings={config.max_position_embeddings}"
-            )
-    return prompts
+def notes(args: argparse.Namespace) -> list[str]:
+    """Why these flags can not, or hardly, give `equal`."""
+    found = []
+    if args.tp > 1 and args.atol == 0:
+        found.append("ranks that split heads (--tp) add in another order than one rank: give --atol 1e-4 or so")
+    if args.tp > 1 and args.kv_rows != "fp32":
+        found.append(f"with --tp, {args.kv_rows} rows round other sums to other values: only fp32 rows can be equal")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    join_torchrun()
     args = parse(argv)
     try:
         device = device_type(args.device)
         sizes = ParallelConfig(pcp=args.pcp, dcp=args.dcp, tp=args.tp, ep=args.ep, dp=args.dp)
-        if sizes.world_size != int(os.environ["WORLD_SIZE"]):
-            raise ValueError(f"{sizes} needs {sizes.world_size} ranks, torchrun started {os.environ['WORLD_SIZE']}")
-        if (args.chunk is not None and args.chunk < 1) or args.timeout <= 0 or not args.atol >= 0:
-            raise ValueError(f"--chunk {args.chunk}, --timeout {args.timeout}, --atol {args.atol}: out of range")
+        check_world(sizes)
         config = GLM53Config.from_pretrained(args.checkpoint)
-        if args.draft_tokens < 0 or (args.draft_tokens and not config.num_nextn_predict_layers):
-            layers = config.num_nextn_predict_layers
-            raise ValueError(f"--draft-tokens {args.draft_tokens} with a checkpoint of {layers} MTP layers")
-        prompts = make_prompts(args, config)
+        check_draft_tokens(args.draft_tokens, config)
+        drawn = args.prompts is None
+        prompts = random_prompts(args.lengths, config, seed=args.seed) if drawn else read_prompts(args.prompts)
+        check_prompts(prompts, config, new_positions=DECODE_STEPS)
         if args.dump is not None:
             # Now and not after the run; on every rank, so that all refuse.
             args.dump.mkdir(parents=True, exist_ok=True)
@@ -260,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{described(sizes)} on {device}, {args.kv_rows} rows ...",
             flush=True,
         )
+        print("".join(f"note: {note}\n" for note in notes(args)), end="", flush=True)
     results, alone, reports = run_parallel(args, sizes, device, prompts)
     if speaks:
         print(f"{time.perf_counter() - start:.1f} s; the same on one rank ...", flush=True)
@@ -316,7 +299,7 @@ def run_parallel(
     with init_world(device, timeout=timeout) as own, ParallelGroups.from_world(sizes, timeout=timeout) as groups:
         try:
             model = load(args, own, parallel=groups)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             refuse(error)
         results, traffic, prompt_rows, accepted = run(model, prompts, args.chunk, args.draft_tokens)
         alone = [run(model, [p], args.chunk, args.draft_tokens)[0][0] for p in prompts] if args.alone else []

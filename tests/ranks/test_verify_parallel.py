@@ -75,6 +75,22 @@ def test_ranks_that_split_heads_and_experts_are_close_to_one_rank(checkpoint):
     assert sum(report["kv_bytes_per_rank"]) == 2 * report["kv_bytes_one_rank"]
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--tp 2", ["give --atol 1e-4 or so"]),
+        ("--tp 2 --atol 1e-4", []),
+        ("--tp 2 --atol 1e-4 --kv-rows fp8", ["only fp32 rows"]),
+        ("--tp 2 --kv-rows bf16", ["give --atol", "only fp32 rows"]),
+        ("--pcp 2 --kv-rows fp8", []),
+    ],
+)
+def test_flags_that_can_hardly_be_equal_are_noted(flags, words):
+    said = verify_parallel.notes(verify_parallel.parse(["--checkpoint", "demo", *flags.split()]))
+    assert len(said) == len(words)
+    assert all(word in note for word, note in zip(words, said, strict=True))
+
+
 def test_ranks_with_drafts_equal_one_rank_without(tmp_path):
     config = replace(SMALL, num_nextn_predict_layers=1, index_share_for_mtp_iteration=True)
     checkpoint = save_guessable(tmp_path, config)
@@ -132,11 +148,14 @@ def refusal(main, monkeypatch, capsys, rank, *flags):
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        ("--pcp 3", "torchrun started 2"),
-        ("--pcp 2 --lengths 5,0", "(5, 0)"),
-        ("--pcp 2 --chunk 0", "--chunk 0"),
-        ("--pcp 2 --draft-tokens 3", "--draft-tokens 3 with a checkpoint of 0 MTP layers"),
-        ("--pcp 2 --draft-tokens -1", "--draft-tokens -1"),
+        ("--pcp 3", "needs 3 ranks, there are 2"),
+        ("--pcp 2 --lengths 5,0", "lengths 5, 0 of"),
+        ("--pcp 2 --chunk 0", "refused: --chunk 0 must be positive\n"),
+        ("--pcp 2 --timeout 0", "refused: --timeout 0.0 must be positive\n"),
+        ("--pcp 2 --atol -1", "refused: --atol -1.0 must be positive or zero\n"),
+        ("--pcp 2 --draft-tokens 3", "--draft-tokens 3 needs an MTP layer, the checkpoint has none"),
+        ("--pcp 2 --draft-tokens -1", "--draft-tokens -1 must be positive or zero"),
+        ("--pcp 2 --lengths 131072", "prompt 0: 131072 tokens and 16 behind them exceed"),
         ("--pcp two", "two"),
         ("--pcp 2 --prompts {dir}/empty.json", "prompt 1 is empty"),
         ("--pcp 2 --prompts {dir}/outside.json", "prompt 0 has ids outside [0, 257), among them [-3, 257]"),
@@ -161,7 +180,8 @@ def test_wrong_flags_are_refused_on_every_rank(checkpoint, tmp_path, monkeypatch
         ("--pcp 1 --sabotage positions", "pcp=1"),
         ("--tokens 1500 --chunk 2000 --sabotage chunk", "tokens=1500, chunk=2000"),
         ("--chunk 0", "--chunk 0"),
-        ("--pcp 3 --dcp 1", "torchrun started 2"),
+        ("--pcp 3 --dcp 1", "needs 3 ranks, there are 2"),
+        ("--atol nan", "--atol nan must be positive or zero"),
     ],
 )
 def test_demo_refuses_what_would_show_nothing(monkeypatch, capsys, flags, reason):
