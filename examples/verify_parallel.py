@@ -4,9 +4,9 @@
 
 All ranks run the prompts as one batch (with --alone each by itself too). Then the groups are closed and rank 0 runs the
 batch on its own, in one piece, its decode attention summed in as many parts as there were DCP ranks. Ranks that split
-heads (--tp) add in another order than one rank: give --atol 1e-4 or so, and fp32 rows. With --draft-tokens the ranks
-decode with drafts of the MTP layer, and rank 0 without. With --json the last line is one JSON object, in which a
-difference that is NaN or infinite is null.
+heads (--tp) add in another order than one rank: give --atol 1e-4 or so, and fp32 rows, since FP8 rows round that to
+other values. With --draft-tokens the ranks decode with drafts of the MTP layer, and rank 0 without. With --json the
+last line is one JSON object, in which a difference that is NaN or infinite is null.
 
 A rank's exit status: 0 equal, 1 not equal or failed, 2 refused flags, prompts or checkpoint. torchrun exits 1 for any
 but 0, and ends with a report that names the status and the reason of a refusal. `python examples/demo_model.py DIR`

@@ -6,6 +6,8 @@ under torchrun, and one that begins with "# on every rank" on two ranks with the
 
 import contextlib
 import functools
+import json
+import math
 import os
 import re
 import subprocess
@@ -18,7 +20,7 @@ import torch
 from cptools import ParallelConfig, ParallelGroups
 from cptools.formats import FP8_INDEX, FP8_MLA
 from cptools.residency.states import drawing, state_rows
-from examples import demo_model
+from examples import demo_model, generate, verify_parallel
 from models.glm53 import GLM53Config
 from models.glm53.weight_split import WeightSplit
 from models.glm53.weights import weight_bytes
@@ -113,6 +115,56 @@ def test_memory_of_the_released_checkpoint_is_computed():
         kept, plain = weights(sizes.tp, sizes.ep)
         gib = [kept, 139 * 2**30 - kept, plain, kv * 2**20 / sizes.dcp]
         assert cells.split(" | ") == [str(sizes.world_size), *(f"{size / 2**30:.1f}" for size in gib)], flags
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_examples_are_legal(page):
+    """Flags that parse, sizes that go together, and as many ranks as torchrun starts. A refusal exits."""
+    examples = {"verify_parallel": verify_parallel, "generate": generate}
+    for command in commands(page):
+        launched, _, flags = command.partition("examples/")
+        name, _, flags = flags.partition(".py")
+        ranks = math.prod(map(int, re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", launched)))
+        args = examples[name].parse(flags.split())
+        sizes = ParallelConfig(**{axis: getattr(args, axis) for axis in ("pcp", "dcp", "tp", "ep", "dp")})
+        assert sizes.world_size == ranks, command
+        if name == "verify_parallel":
+            assert verify_parallel.notes(args) == [], command
+
+
+def commands(page: Path) -> list[str]:
+    """torchrun and an example, a line each."""
+    shell = page.read_text().split("```")[1::2]
+    lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if re.match(r"torchrun .*examples/\w+\.py", line)]
+
+
+def test_commands_are_found():
+    found = {page.name: len(commands(page)) for page in PAGES if commands(page)}
+    assert found == {"README.md": 2, "real-checkpoint.md": 2}
+
+
+def test_layers_are_the_measured_ones():
+    page = (ROOT / "docs/layers.md").read_text()
+    measured = json.loads((ROOT / "benchmarks/results/layers.json").read_text())
+    assert measured[0]["rounding"] in page
+    found = re.findall(r"^\| ([\d,]+), ([\d,]+) \| (full|shared|group) \| (.*) \|$", page, re.MULTILINE)
+    assert len(found) == 3 * sum(row["phase"] == "decode" or row["context"] != 8192 for row in measured)
+
+    def of(time: float, floor: float) -> str:
+        return f"{time:,.0f} / {floor:,.{0 if floor >= 10 or not floor else 1}f}"
+
+    for count, context, layer, cells in found:
+        size = int(count.replace(",", "")), int(context.replace(",", ""))
+        (row,) = (row for row in measured if (row["rows"], row["context"]) == size)
+        floors = {kind: row[f"{kind}_floor_us"] for kind in ("full", "shared")}
+        if layer == "group":
+            floor = sum(floors["full"].values()) + (row["layers"] - 1) * sum(floors["shared"].values())
+            assert cells.rstrip("| ") == of(row["group_us"], floor)
+        else:
+            times = row[f"{layer}_us"]
+            parts = [of(times[p], floor) if times[p] or floor else "-" for p, floor in floors[layer].items()]
+            assert cells.split(" | ") == parts, (layer, size)
 
 
 def test_state_machine_is_drawn_from_the_table():
