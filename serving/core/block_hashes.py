@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,6 +120,4 @@ def _four_bytes_each(tokens: Tokens) -> bytes:
             if require_int(f"token {i}", token, minimum=0) >= 2**32:
                 raise ValueError(f"token {i} = {token} does not fit in 32 bits") from None
         raise
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    return np.frombuffer(values, dtype=np.uint32).astype("<u4").tobytes()

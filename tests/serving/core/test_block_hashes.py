@@ -58,6 +58,7 @@ def test_anything_that_changes_bytes_changes_every_key() -> None:
         replace(IDENTITY, mtp=True),
     ]
     assert {identity.layout.virtual_block for identity in others} == {8}
+    assert len({identity.root() for identity in [IDENTITY, *others]}) == len(others) + 1
     tokens = list(range(40))
     chains = [TokenBlocks(identity, tokens).hashes for identity in [IDENTITY, *others]]
     chains += [TokenBlocks(IDENTITY, tokens, salt=salt).hashes for salt in ("a", "b", '", "', "\ud800")]
@@ -123,4 +124,4 @@ def test_a_million_tokens_take_no_loop_over_tokens() -> None:
         blocks = TokenBlocks(identity, tokens)
         spent.append(time.process_time() - start)
     assert len(blocks.hashes) == 1 << 14
-    assert min(spent) < 0.15
+    assert min(spent) < 0.2
