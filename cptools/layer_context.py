@@ -99,8 +99,8 @@ class LayerContext:
         """The k best keys of each row of a sparse or decode block, written into out [rows, k]: positions and ids.
 
         query [rows, H, D], whose first pairs are still to be rotated by angles, and weights float32 [rows, H], any
-        scales applied. A decode block is collective over
-        DCP: candidates (score, position) are exchanged, and every rank takes the same ones; no sync, capturable.
+        scales applied. A decode block is collective over DCP: candidates (score, position) are exchanged, and every
+        rank takes the same ones; no sync, capturable.
         """
         if not self.with_index:
             raise ValueError(f"layer {self.layer}: the context was made without index rows")

@@ -277,8 +277,9 @@ def _inconsistencies(values: Mapping[str, Any]) -> list[str]:
     if indexer_types and indexer_types[0] == "shared":
         problems.append("indexer_types[0]='shared' has no earlier layer whose top-k it could use")
 
-    if any(token < 0 for token in values.get("eos_token_ids", ())):
-        problems.append(f"eos_token_ids={values['eos_token_ids']} holds a negative id")
+    vocabulary = values.get("vocab_size", math.inf)
+    if any(not 0 <= token < vocabulary for token in values.get("eos_token_ids", ())):
+        problems.append(f"eos_token_ids={values['eos_token_ids']} holds an id outside [0, vocab_size={vocabulary})")
     block = values.get("weight_block_size")
     if block is not None and min(block) < 1:
         problems.append(f"weight_block_size={block} is not positive")

@@ -70,7 +70,7 @@ def test_a_group_of_true_size_takes_seconds() -> None:
 
 
 def test_a_checkpoint_goes_straight_to_the_gpu(tmp_path: Path) -> None:
-    config = replace(FULL.excerpt(FULL.indexer_group(6), experts=8), vocab_size=1024)
+    config = replace(FULL.excerpt(FULL.indexer_group(6), experts=8), vocab_size=1024, eos_token_ids=())
     save_sharded_checkpoint(tmp_path, config, RandomSource(config, seed=3, device="cuda").tensors())
     for split in (WeightSplit(), WeightSplit(tp=2, tp_rank=1, ep=8, ep_rank=7)):
         torch.cuda.empty_cache()

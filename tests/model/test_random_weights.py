@@ -147,7 +147,7 @@ def test_config_without_blocks_gives_plain_weights() -> None:
 
 def load_of_experts(router_skew: float) -> torch.Tensor:
     """Tokens of each of 64 experts over the mean, ascending, for normal rows."""
-    config = replace(FULL.excerpt([6], experts=64), hidden_size=1024, vocab_size=128)
+    config = replace(FULL.excerpt([6], experts=64), hidden_size=1024, vocab_size=128, eos_token_ids=())
     source = RandomSource(config, seed=2, device="cpu", router_skew=router_skew)
     router = source.read("model.layers.0.mlp.gate.weight", (0, 0), (64, 1024)).float()
     bias = source.read("model.layers.0.mlp.gate.e_score_correction_bias", (0,), (64,))

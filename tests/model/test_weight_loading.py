@@ -328,6 +328,7 @@ def test_host_memory_is_bounded(tmp_path: Path, shard_bytes: int, ep: int) -> No
     config = replace(
         FULL.excerpt(FULL.indexer_group(6), experts=16),
         vocab_size=512,
+        eos_token_ids=(),
         hidden_size=2048,
         num_attention_heads=32,
         moe_intermediate_size=1024,

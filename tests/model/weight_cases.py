@@ -15,6 +15,7 @@ from tests.oracle.checkpoints import preset_config
 BLOCKY = replace(
     GLM53Config.glm53().excerpt([2, 3, 4], experts=4, mtp=True),
     vocab_size=128,
+    eos_token_ids=(),
     hidden_size=256,
     num_attention_heads=4,
     q_lora_rank=128,
