@@ -177,7 +177,7 @@ def test_floor_plan_names_every_file():
     plan = (ROOT / "docs/architecture.md").read_text().split("```")[1]
     named_files = set(re.findall(r"\w+\.py", plan)) - {"impl.py"}
     folders = ["cptools", "cptools/planner", "cptools/residency", "models/glm53", "models/glm53/weights"]
-    folders += ["serving/core", "serving/engine", "examples"]
+    folders += ["serving/core", "serving/events", "serving/engine", "examples"]
     there = {file.name for folder in folders for file in (ROOT / folder).glob("*.py")}
     assert named_files == there
 

@@ -163,6 +163,16 @@ def test_plans_and_kernels_know_no_groups_and_only_kernels_know_triton(file):
             assert file.parts[:2] == ("cptools", "kernels"), f"{file} imports {module}"
 
 
+IO = "zmq msgspec socket asyncio threading time datetime random os pathlib fastapi torch.distributed".split()
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parts[:2] == ("serving", "core")], ids=str)
+def test_core_of_serving_knows_no_io_no_time_and_no_chance(file):
+    for module in imported_modules(file):
+        assert not any(within(module, package) for package in IO), f"{file} imports {module}"
+        assert not within(module, "serving") or within(module, "serving.core"), f"{file} imports {module}"
+
+
 @pytest.mark.parametrize("file", FILES + OUTSIDE, ids=str)
 def test_no_private_name_of_another_file(file):
     modules = set()
