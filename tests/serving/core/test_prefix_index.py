@@ -168,6 +168,17 @@ def test_full_index_forgets_ends_of_chains_that_nobody_asked_for(seed):
     assert index.evicted_blocks > 500
 
 
+def test_of_chains_met_by_one_lookup_the_root_outlives_what_stands_behind_it():
+    index = PrefixIndex(max_blocks=10)
+    index.add_engine("a")
+    index.store("a", Tier.GPU, [1, 2])
+    index.store("a", Tier.GPU, [11, 12], parent=1)
+    index.store("a", Tier.GPU, [21, 22, 23], parent=11)
+    index.lookup([1, 11, 21, 22, 23])
+    index.store("a", Tier.GPU, range(100, 106))  # three too many
+    assert [index.lookup([1, *tail])["a"].blocks for tail in ([2], [11, 12], [11, 21])] == [2, 3, 2]
+
+
 def test_one_store_beyond_the_bound_keeps_its_beginning():
     index = PrefixIndex(max_blocks=10)
     index.add_engine("a")
