@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from cptools.collectives import all_gather_rows, group_coordinates, require_agreement
 from cptools.cp_plan import STRATEGIES, CPPlan, make_cp_plan
+from cptools.host_copy import to_device
 
 
 class LoadBalancedCPShard:
@@ -54,7 +55,7 @@ class LoadBalancedCPShard:
         )
 
     def shard(self, x: Tensor, plan: CPPlan, *, dim: int = 0) -> Tensor:
-        """Packed order -> this rank's rows, as a new tensor. Local; no sync beyond moving the index to x's device.
+        """Packed order -> this rank's rows, as a new tensor. Local, no sync.
 
         Args:
             x: T tokens along `dim`, any dtype; the same on all ranks.
@@ -66,7 +67,7 @@ class LoadBalancedCPShard:
             ValueError: the plan is another rank's or world's, or x does not have its T tokens.
         """
         self._check(plan, x, dim, plan.num_tokens)
-        return x.index_select(dim, plan.token_index.to(x.device))
+        return x.index_select(dim, to_device(plan.token_index, x.device))
 
     def unshard(self, x_local: Tensor, plan: CPPlan, *, dim: int = 0) -> Tensor:
         """This rank's rows -> all T tokens in packed order, on every rank. Collective: one all-gather.
@@ -80,7 +81,7 @@ class LoadBalancedCPShard:
         """
         self._check(plan, x_local, dim, plan.counts[self.rank])
         rows = self._gather(x_local.movedim(dim, 0), plan.counts, plan)
-        return rows.index_select(0, plan.restore_index.to(rows.device)).movedim(0, dim)
+        return rows.index_select(0, to_device(plan.restore_index, rows.device)).movedim(0, dim)
 
     def unshard_rows(self, x_local: Tensor, plan: CPPlan, packed_index: Sequence[int] | Tensor) -> Tensor:
         """Only some tokens of `unshard`, on every rank: the last of each request for its logits, say.
@@ -105,10 +106,10 @@ class LoadBalancedCPShard:
         owner = torch.searchsorted(stops, rank_major, right=True)
         own_rows = rank_major[owner == self.rank] - (stops[self.rank] - plan.counts[self.rank])
         counts = owner.bincount(minlength=self.world_size).tolist()
-        rows = self._gather(x_local.index_select(0, own_rows.to(x_local.device)), counts, plan)
+        rows = self._gather(x_local.index_select(0, to_device(own_rows, x_local.device)), counts, plan)
         # The rows arrive sorted by owner, the order asked for kept within each.
         arrival = owner.argsort(stable=True).argsort()
-        return rows.index_select(0, arrival.to(rows.device))
+        return rows.index_select(0, to_device(arrival, rows.device))
 
     def gather_rank_major(self, x_local: Tensor, plan: CPPlan) -> Tensor:
         """All ranks' rows on every rank, rank after rank: `unshard` in order of arrival. Collective: one all-gather.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cptools.collectives import all_gather_rows, as_byte_rows, group_coordinates
+from cptools.host_copy import to_device
 from cptools.kernels.selected_slots import selected_slots
 from cptools.layout import KVLayout
 
@@ -208,7 +209,7 @@ class RoundRobinKVShard:
         if self.group is None:
             raise ValueError(f"gather_context over world_size={self.world_size} ranks needs group=")
         rank_major = all_gather_rows(rows_local, counts, group=self.group)
-        order = torch.from_numpy(self._position_order(lens, local_lens)).to(out.device)
+        order = to_device(torch.from_numpy(self._position_order(lens, local_lens)), out.device)
         torch.index_select(as_byte_rows(rank_major), 0, order, out=as_byte_rows(out))
         return out
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .cp_plan import CPPlan
+from .host_copy import to_device
 from .kv_shard import RoundRobinKVShard
 from .step_plan import StepPlan
 
@@ -35,7 +36,7 @@ class RowBlock:
 class PromptRows:
     """The prompts of a step: slots of all their new rows, and lengths and limits of this rank's queries.
 
-    Lengths are on the host, for collectives; what kernels read is on the device.
+    Lengths are on the host, for collectives; what kernels read is on the device, copied there without a sync.
     """
 
     def __init__(self, kv: RoundRobinKVShard, prompt: CPPlan, tables: Tensor, device: torch.device) -> None:
@@ -46,18 +47,18 @@ class PromptRows:
         slots = [kv.slot_mapping(share.positions, share.request_ids, tables).numpy() for share in shares]
         all_slots = np.concatenate(slots)
         self.stored = int(np.count_nonzero(all_slots >= 0))
-        self.slots = torch.from_numpy(all_slots).to(device)
+        self.slots = to_device(torch.from_numpy(all_slots), device)
         """int64 [tokens]: where this rank stores the new rows, rank-major as they arrive; -1 where another does."""
         self.lens = torch.tensor(prompt.query_lens, dtype=torch.int64) + torch.tensor(
             prompt.context_lens, dtype=torch.int64
         )
         self.longest = int(self.lens.max()) if len(self.lens) else 0
         self.local_lens = kv.local_lens(self.lens).tolist()
-        self.tables = tables.to(device)
+        self.tables = to_device(tables, device)
         starts = torch.cumsum(self.lens, 0) - self.lens
-        self.key_starts = starts[prompt.request_ids].to(device)
-        self.kv_lens = prompt.kv_lens.to(device)
-        self.positions = prompt.positions.to(device)
+        self.key_starts = to_device(starts[prompt.request_ids], device)
+        self.kv_lens = to_device(prompt.kv_lens, device)
+        self.positions = to_device(prompt.positions, device)
         self.counts = np.bincount(prompt.request_ids.numpy(), minlength=len(prompt.query_lens)).tolist()
         """This rank's rows of each request."""
 
@@ -71,7 +72,7 @@ class PromptRows:
         """int64 [sum of lens]: where this rank keeps the prompts' contexts, new tokens included, request after request
         in order of position; -1 where another rank does. Made on the device when first asked for."""
         device = self.tables.device
-        lens, total = self.lens.to(device), int(self.lens.sum())
+        lens, total = to_device(self.lens, device), int(self.lens.sum())
         requests = torch.repeat_interleave(torch.arange(len(lens), device=device), lens, output_size=total)
         positions = torch.arange(total, device=device) - (lens.cumsum(0) - lens)[requests]
         return self._kv.slot_mapping(positions, requests, self.tables)
@@ -113,15 +114,15 @@ class DecodeRows:
 
     @classmethod
     def of_plan(cls, kv: RoundRobinKVShard, plan: StepPlan, device: torch.device) -> DecodeRows:
-        """From a step planned on the host. Raises ValueError for a row whose table has no page for it."""
+        """From a step planned on the host, no sync. Raises ValueError for a row whose table has no page for it."""
         slots = kv.slot_mapping(plan.decode_positions, plan.decode_request_ids, plan.decode_tables)
         lens = set(plan.decode_query_lens)
         return cls(
             kv,
-            plan.decode_positions.to(device),
-            plan.decode_request_ids.to(device),
-            plan.decode_tables.to(device),
-            slots.to(device),
+            to_device(plan.decode_positions, device),
+            to_device(plan.decode_request_ids, device),
+            to_device(plan.decode_tables, device),
+            to_device(slots, device),
             per_request=lens.pop() if len(lens) == 1 else 0,
             stored=int(np.count_nonzero(slots.numpy() >= 0)),
         )

@@ -80,6 +80,7 @@ class Selections:
         self.model = model
         self.prompt_left = [len(prompt) for prompt in prompts]
         self.decode_left = [DECODE_STEPS] * len(prompts)
+        self.positions = [len(prompt) + DECODE_STEPS for prompt in prompts]
         # By position, since the rows of rejected drafts are computed again with the tokens that took their place.
         self.rows: list[dict[int, dict[int, Tensor]]] = [defaultdict(dict) for _ in prompts]
         self.prompt_rows = 0
@@ -109,7 +110,10 @@ class Selections:
         return [i for i, left in enumerate(self.decode_left) if left and not self.prompt_left[i]]
 
     def of(self, prompt: int) -> dict[int, Tensor]:
-        return {layer: torch.stack([rows[i] for i in range(len(rows))]) for layer, rows in self.rows[prompt].items()}
+        return {
+            layer: torch.stack([rows[i] for i in range(self.positions[prompt])])
+            for layer, rows in self.rows[prompt].items()
+        }
 
 
 def run(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "plans": """integers layout cp_plan reshard parallel_config page_allocator block_tables step_plan planner/
                 residency/""".split(),
-    "kernels": "kernels/ formats partial".split(),
+    "kernels": "kernels/ formats partial host_copy".split(),
     "modules": """collectives cp_shard kv_shard lse_merge parallel host_pool paged_rows step_rows layer_context cp_kv
                   shared_rows tensor_parallel expert_exchange lockstep spans""".split(),
     "front": "__init__ cli doctor plan_command".split(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cptools.cp_kv import TrafficCounters
+from cptools.host_copy import to_device
 from cptools.integers import require_int
 from cptools.kernels.sampling import Sampling, SamplingRows, Verified
 from cptools.step_plan import StepPlan
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .model import GLM53
 
 Progress = Callable[[StepPlan, Sequence[int]], None]
-"""Called after each step: its plan, and how many tokens each of its requests, prompts first, got from it."""
+"""Called after each step: its plan, and how many tokens each of its requests, prompts first, got from it and keeps."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class BatchOutput:
     traffic: TrafficCounters
     """Of this rank, for this batch."""
     accepted: list[int]
-    """Entry j: how many verifications accepted j drafts; entry 0 alone without drafts. A request near its end brings
-    fewer than draft_tokens drafts."""
+    """Entry j: how many verifications accepted j drafts, also such as stand behind the last token that is kept; entry 0
+    alone without drafts."""
     synthetic: bool
     """Drafts were accepted by a lot and not by the model (``synthetic_acceptance_length``): the ids mean nothing."""
 
@@ -98,7 +99,7 @@ class _Speculator:
         """Of the continuing sequences: what each got from the step."""
         device, k, vocab = self.model.device, self.k, self.model.config.vocab_size
         sampling = SamplingRows.of([s.sampling for s in sequences], device)
-        tokens = torch.tensor([s.drafts or [0] * k for s in sequences], dtype=torch.int64, device=device)
+        tokens = to_device(torch.tensor([s.drafts or [0] * k for s in sequences], dtype=torch.int64), device)
         probs = None
         if any(s.draft_probs is not None for s in sequences):
             none = torch.zeros(k, vocab, device=device)
@@ -123,21 +124,12 @@ class _Speculator:
         """New drafts of the continuing sequences, from the step that verified the old ones."""
         if not self.k:
             return
-        following: list[int] = []
+        next_ids: list[int] = []
         for s, ids in chunks.items():
             stop = result.lengths[s.request]
-            following += [*ids[1:], s.prompt[stop] if stop < len(s.prompt) else 0]
-        sampling = SamplingRows.of([s.sampling for s in sequences], self.model.device)
-        drafts = draft(
-            self.model,
-            result,
-            continuing,
-            verified,
-            following,
-            sampling,
-            draft_tokens=self.k,
-            most_likely=self.most_likely,
-        )
+            next_ids += [*ids[1:], s.prompt[stop] if stop < len(s.prompt) else 0]
+        sampling = None if self.most_likely else SamplingRows.of([s.sampling for s in sequences], self.model.device)
+        drafts = draft(self.model, result, continuing, verified, next_ids, sampling, draft_tokens=self.k)
         for i, (s, tokens) in enumerate(zip(sequences, drafts.tokens.tolist(), strict=True)):
             s.drafts = tokens
             s.draft_probs = None if drafts.probs is None else drafts.probs[i]
@@ -172,9 +164,11 @@ def run_batch(
         if len(sampling) != len(prompts):
             raise ValueError(f"{len(sampling)} sampling settings for {len(prompts)} prompts")
         speculator = _Speculator(model, speculation or Speculation())
-        # The last new token is never fed, so it needs no position and no page.
+        # The last new token is never fed, so it needs no position and no page. Drafts behind it do, since all of them
+        # are verified: what is drawn must not depend on where the output is cut.
         ids = [check_ids(model.config, f"prompt {i}", prompt, max_new_tokens - 1) for i, prompt in enumerate(prompts)]
-        lengths = [len(prompt) + max_new_tokens - 1 for prompt in ids]
+        most = model.max_positions
+        lengths = [min(len(prompt) + max_new_tokens - 1 + speculator.k, most) for prompt in ids]
         pages = sum(model.kv.layout.pages(length) for length in lengths)
         if cache is None:
             cache = model.new_cache(pages)
@@ -194,8 +188,7 @@ def run_batch(
             stops = [len(s.prompt) if chunk is None else cached[s.request] + chunk for s in prefilling]
             chunks = {s: s.prompt[cached[s.request] : stop] for s, stop in zip(prefilling, stops, strict=True)}
             decoding = [s for s in unfinished if s not in chunks]
-            # No more drafts than could be of use, so that they need neither positions nor pages of their own.
-            inputs = {s: [s.ids[-1], *s.drafts[: max_new_tokens - len(s.ids) - 1]] for s in decoding}
+            inputs = {s: [s.ids[-1], *s.drafts][: most - cached[s.request]] for s in decoding}
             result = model.step(
                 cache,
                 prompts={s.request: ids for s, ids in chunks.items()},
@@ -216,12 +209,12 @@ def run_batch(
             gained = dict.fromkeys([*chunks, *decoding], 0)
             rows = zip(going_on, verified.tokens.tolist(), logits[continuing.rows], strict=True)
             for s, tokens, own_rows in rows:
-                new = [token for token in tokens if token >= 0]
-                gained[s] = len(new)
+                new = [token for token in tokens if token >= 0][: max_new_tokens - len(s.ids)]
                 if s in inputs:
                     cache.truncate(s.request, cached[s.request] - len(inputs[s]) + len(new))
                 if stop_at_eos:
                     new = _until_eos(new, model.config.eos_token_ids)
+                gained[s] = len(new)
                 if s in inputs:
                     s.decode_logits += [own_rows[: len(new)]] * decode_logits
                 elif prompt_logits == "last":

@@ -13,7 +13,6 @@ from torch import Tensor
 from cptools import LoadBalancedCPShard, LSEMerge, ParallelGroups, RoundRobinKVShard
 from cptools.block_tables import BlockTables
 from cptools.cp_kv import ContextParallelKV, check_decode_parts
-from cptools.formats import FP8, IndexRows, MlaRows
 from cptools.kernels.rowwise import linear, rms_norm
 from cptools.kernels.sampling import Sampling, SamplingRows, Verified, verify_drafts
 from cptools.page_allocator import PageAllocator, Pages
@@ -26,12 +25,11 @@ from .config import GLM53Config
 from .layer_split import LayerSplit
 from .mtp import mtp_pass, mtp_weights
 from .rank_modules import RankModules
-from .speculative import Continuing, draft, draft_decode
-from .step import EngineCache, StepResult, check_ids, check_requests, local_ids, plan_step
+from .row_formats import row_formats
+from .speculative import Continuing, check_drafts, draft, draft_decode
+from .step import EngineCache, StepResult, check_ids, check_requests, check_tokens, local_ids, plan_step
 from .weight_split import WeightSplit
 from .weights import LoadProgress, ModelWeights, load_weights
-
-_ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8}
 
 
 class GLM53:
@@ -54,14 +52,11 @@ class GLM53:
         decode_parts: int = 1,
         sparse_mla_force_mqa: bool = True,
     ) -> None:
-        if kv_rows not in _ROW_DTYPES:
-            raise ValueError(f"kv_rows={kv_rows!r} is not one of {', '.join(_ROW_DTYPES)}")
+        self.mla, self.index = row_formats(config, kv_rows)
         check_decode_parts(decode_parts, kv)
         self.config, self.weights = config, weights
         self.cp, self.kv, self.merge = cp, kv, merge
         self.split = LayerSplit.alone(config.n_routed_experts) if split is None else split
-        self.mla = MlaRows(config.kv_lora_rank, config.qk_rope_head_dim, _ROW_DTYPES[kv_rows])
-        self.index = IndexRows(config.index_head_dim, _ROW_DTYPES[kv_rows])
         self.decode_parts = decode_parts
         self.span: Span = no_span
         """What the parts of a step run in; set it to `cptools.spans.nvtx_span` to see them in a profile."""
@@ -132,11 +127,14 @@ class GLM53:
             lambda part: random_weights(config, device="cuda", dtype=torch.bfloat16, keep_fp8=True, split=part)
 
         Other arguments as in `from_pretrained`. Local, no communication. Raises ValueError, on all ranks alike and
-        before any weight is made, on sizes of the engine that do not divide those of the model.
+        before any weight is made, on other arguments that cannot be, such as sizes of the engine that do not divide
+        those of the model.
         """
         if not isinstance(sparse_mla_force_mqa, bool):
             raise ValueError(f"sparse_mla_force_mqa={sparse_mla_force_mqa!r} must be True or False")
+        row_formats(config, kv_rows)
         modules = RankModules.over(parallel, config, interleave=interleave, page_size=page_size)
+        check_decode_parts(decode_parts, modules.kv)
         return cls(
             config,
             weights(modules.part),
@@ -159,6 +157,10 @@ class GLM53:
         return self.config.max_position_embeddings
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def capturable(self) -> bool:
         """Whether `decode_hidden` may be captured in a CUDA graph: not where replicas exchange rows with experts."""
         return self.device.type == "cuda" and (self.split.experts.world_size == 1 or self.split.expert_sum is not None)
@@ -171,6 +173,12 @@ class GLM53:
     def checks(self) -> AbstractContextManager[None]:
         """For what may raise before the first pass of a step: replicas in lockstep learn of it instead of waiting."""
         return self.split.lockstep.checks()
+
+    def check_engine(self, cache: EngineCache, draft_tokens: int) -> None:
+        """ValueError unless steps can go over this cache and make so many drafts of a request. Local."""
+        check_requests(self, cache, {})
+        if draft_tokens:
+            check_drafts(self, draft_tokens)
 
     def new_cache(self, num_pages: int, *, allocator: Pages | None = None) -> EngineCache:
         """An empty cache of ``num_pages`` pages a layer on this rank, MTP layer included. Local.
@@ -253,28 +261,27 @@ class GLM53:
         plan = result.plan
         mtp_weights(self.weights)
         result.check_current()
-        # A replica without work runs the layer too, where it shares experts.
-        ids = check_ids(self.config, "next_ids", next_ids, 0) if len(next_ids) else []
+        ids = check_tokens(self.config, "next_ids", next_ids)
         if len(ids) != plan.prompt.num_tokens + plan.decode_rows:
             raise ValueError(f"{len(ids)} next_ids for {plan.prompt.num_tokens} + {plan.decode_rows} rows")
         return mtp_pass(self, result.kv, result.split, result.hidden, local_ids(self, plan, ids))[0]
 
     def draft_prompts(
-        self, result: StepResult, following: Sequence[int], ending: Sequence[int], tokens: Tensor, draft_tokens: int
+        self, result: StepResult, next_ids: Sequence[int], ending: Sequence[int], tokens: Tensor, draft_tokens: int
     ) -> Tensor:
         """Drafts int64 [E, k] behind the first tokens int64 [E] of prompts that end in a step of prompts alone.
 
-        following: of each prompt token of the step the one that follows it. ending: places of those prompts. The drafts
-        are the most likely ones. Collective as `speculative.draft`, also where no prompt ends; copies to the device.
+        next_ids: for each prompt token of the step, packed, the token that follows it. ending: places of those prompts.
+        The drafts are the most likely ones. Collective as `speculative.draft`, also where no prompt ends, and with its
+        ValueErrors, also unless there is a first token for each prompt that ends.
         """
+        if result.plan.decode_rows or tokens.shape != (len(ending),):
+            what = f"tokens {tuple(tokens.shape)} of {len(ending)} ending prompts"
+            raise ValueError(f"{what} in a step with {result.plan.decode_rows} decode rows")
         continuing = Continuing.of(result.plan, ending, draft_tokens, self.device)
         first = torch.nn.functional.pad(tokens.unsqueeze(1), (0, draft_tokens), value=-1)
-        settings = SamplingRows.of([Sampling()] * len(ending), self.device)
         verified = Verified(first, torch.zeros_like(tokens))
-        drafts = draft(
-            self, result, continuing, verified, following, settings, draft_tokens=draft_tokens, most_likely=True
-        )
-        return drafts.tokens
+        return draft(self, result, continuing, verified, next_ids, draft_tokens=draft_tokens).tokens
 
     def decode_round(
         self, cache: ContextParallelKV, rows: DecodeRows, ids: Tensor, sampling: SamplingRows
@@ -291,7 +298,7 @@ class GLM53:
         first = rows.kv_lens.view(requests, each)[:, 0]
         counts = torch.where(first > 0, each - 1, 0)  # none of padding
         verified = verify_drafts(logits, ids[:, 1:], sampling, first, counts=counts)
-        drafts = draft_decode(self, cache, rows, hidden, verified, sampling, most_likely=True)
+        drafts = draft_decode(self, cache, rows, hidden, verified)
         return verified, drafts.tokens, logits
 
     def prompt_logits(self, result: StepResult) -> Tensor:
@@ -353,14 +360,17 @@ class GLM53:
         """Prefill a batch and decode it; the same result on all ranks, and for each prompt as if alone.
 
         chunk: a request computes at most that many prompt tokens a step; a request whose prompt is done decodes
-        beside those still prefilling. sampling: of all prompts or of each, greedy by default. cache: pages to use (its
+        beside those still prefilling. sampling: of all prompts or of each, greedy by default; prompts that share one
+        draw with the same random numbers, `replace(sampling, request=i)` tells them apart. cache: pages to use (its
         requests are closed at the end); by default one that just fits. observer sees every layer's selection, rows of
         rejected drafts among them, and progress is called after each step. Collective; replicas that share experts
         (dp > 1, ep > 1) call it together, each with its own prompts or none, and one that is done takes part in the
         others' steps.
 
-        draft_tokens: so many drafts of the MTP layer are verified with each token. Greedy results stay as they are;
-        what is drawn keeps its distribution, and other tokens are drawn. most_likely_drafts: do not draw drafts.
+        draft_tokens: so many drafts k of the MTP layer are verified with each token; a prompt needs pages for k more
+        tokens. Greedy results stay as they are; what is drawn keeps its distribution, and other tokens are drawn, which
+        do not depend on max_new_tokens (but verification ends at max_position_embeddings). most_likely_drafts: do not
+        draw drafts.
         synthetic_acceptance_length: accept drafts by lot, so many tokens a round in the mean, to measure speed; the
         output is marked.
 

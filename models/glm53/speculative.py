@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from cptools.cp_kv import ContextParallelKV
+from cptools.host_copy import to_device
 from cptools.integers import require_int
 from cptools.kernels.sampling import (
     ACCEPT,
@@ -50,7 +51,7 @@ from cptools.step_rows import DecodeRows
 
 from .layer_split import StepSplit
 from .mtp import mtp_pass, mtp_weights
-from .step import StepResult, local_rows
+from .step import StepResult, check_tokens, local_rows
 
 if TYPE_CHECKING:
     from .model import GLM53
@@ -84,9 +85,9 @@ class Continuing:
     def of(
         cls, plan: StepPlan, prompts: Sequence[int], draft_tokens: int, device: torch.device | str = "cpu"
     ) -> Continuing:
-        """Of a step planned on the host, with k = ``draft_tokens``. Copies to the device.
+        """Of a step planned on the host, with k = ``draft_tokens``. Local, no sync.
 
-        Raises ValueError if a decoding request has more than k + 1 rows.
+        Raises ValueError if a decoding request has more than k + 1 rows, or for places that no prompt has.
         """
         if max(plan.decode_query_lens, default=0) > draft_tokens + 1 or min(plan.decode_query_lens, default=1) < 1:
             raise ValueError(
@@ -94,6 +95,8 @@ class Continuing:
                 f"{draft_tokens + 1}"
             )
         lens, contexts = plan.prompt.query_lens, plan.prompt.context_lens
+        if any(not 0 <= require_int("place", place) < len(lens) for place in prompts):
+            raise ValueError(f"prompts at places {list(prompts)} of a step of {len(lens)} prompts")
         counts = torch.tensor([0 for _ in prompts] + [rows - 1 for rows in plan.decode_query_lens], dtype=torch.int64)
         queries = torch.tensor(plan.decode_query_lens, dtype=torch.int64)
         first = torch.cat([torch.tensor(list(prompts), dtype=torch.int64), len(lens) + queries.cumsum(0) - queries])
@@ -101,9 +104,9 @@ class Continuing:
         positions = [contexts[i] + lens[i] - 1 for i in prompts] + list(plan.decode_context_lens)
         return cls(
             tuple(prompts),
-            (first.unsqueeze(1) + offsets).to(device),
-            counts.to(device),
-            torch.tensor(positions, dtype=torch.int64).to(device),
+            to_device(first.unsqueeze(1) + offsets, device),
+            to_device(counts, device),
+            to_device(torch.tensor(positions, dtype=torch.int64), device),
         )
 
 
@@ -156,40 +159,41 @@ def draft(
     result: StepResult,
     continuing: Continuing,
     verified: Verified,
-    next_prompt_ids: Sequence[int],
-    sampling: SamplingRows,
+    next_ids: Sequence[int],
+    sampling: SamplingRows | None = None,
     *,
     draft_tokens: int,
-    most_likely: bool = False,
 ) -> Drafts:
     """The MTP layer over a step's rows, then k = ``draft_tokens`` drafts of each continuing request.
 
-    To be called for each step of a request, from its first chunk on, before the request goes on. next_prompt_ids: the
-    token that follows each prompt token of the step, packed; what is given for the last one of an ending prompt does
-    not matter. sampling: of the continuing requests. most_likely: draft the most likely token also where tokens are
-    drawn; then no distributions need to be kept.
+    To be called for each step of a request, from its first chunk on, before the request goes on. next_ids: for each
+    prompt token of the step, packed, the token that follows it; for the last one of an ending prompt any token.
+    sampling: of the continuing requests, to draw drafts where tokens are drawn; None drafts the most likely tokens, and
+    no distributions need to be kept.
 
     Collective as one layer of the step, the gather of the ending prompts' last rows (PCP), and k - 1 times one layer of
-    R decode rows. Copies what the host knows of the prompts to the device; else no sync, except with ep > 1.
+    R decode rows. No sync, except with ep > 1.
 
-    Raises ValueError, on all ranks alike, without an MTP layer, if a request of the step has gone on, or if numbers do
-    not fit.
+    Raises ValueError, on all ranks of the engine alike and before any work, without an MTP layer, if a request of the
+    step has gone on, if numbers do not fit, or for what is no token. Other replicas in lockstep do not learn of it.
     """
     check_drafts(model, draft_tokens)
     result.check_current()
     plan, kv, ending = result.plan, result.kv, len(continuing.prompts)
-    if len(next_prompt_ids) != plan.prompt.num_tokens:
-        raise ValueError(f"{len(next_prompt_ids)} next_prompt_ids for {plan.prompt.num_tokens} prompt tokens")
+    ids = check_tokens(model.config, "next_ids", next_ids)
+    if len(ids) != plan.prompt.num_tokens:
+        raise ValueError(f"{len(ids)} next_ids for {plan.prompt.num_tokens} prompt tokens")
     ends = torch.tensor(plan.prompt.query_lens, dtype=torch.int64).cumsum(0) - 1
-    ends = ends[torch.tensor(continuing.prompts, dtype=torch.int64)]
+    places = torch.tensor(continuing.prompts, dtype=torch.int64)
+    ends = ends[places]
 
-    following = torch.tensor(next_prompt_ids, dtype=torch.int64, device=model.device)
-    following[ends.to(model.device)] = verified.tokens[:ending, 0]
+    followers = to_device(torch.tensor(ids, dtype=torch.int64), model.device)
+    followers[to_device(ends, model.device)] = verified.tokens[:ending, 0]
     request_ids, contexts = kv.decode.request_ids, continuing.positions[ending:]
     # Rows of rejected drafts get any token: nothing sees them.
     accepted_ids = verified.tokens[ending:].clamp(min=0)[request_ids, kv.decode.positions - contexts[request_ids]]
-    next_ids = local_rows(model, plan, torch.cat([following, accepted_ids]))
-    hidden, selected = mtp_pass(model, kv, result.split, result.hidden, next_ids)
+    followers = local_rows(model, plan, torch.cat([followers, accepted_ids]))
+    hidden, selected = mtp_pass(model, kv, result.split, result.hidden, followers)
 
     own, at = plan.prompt_rows, continuing.positions + verified.accepted
     last = continuing.rows[ending:, 0] - len(plan.prompt.query_lens) + own + verified.accepted[ending:]
@@ -197,16 +201,16 @@ def draft(
     # The dense path selects nothing and sees everything.
     columns = torch.arange(selected.shape[1], device=model.device)
     everything = torch.where(columns <= at[:ending].unsqueeze(1), columns, -1)
-    dense = (kv.prompt.lens[list(continuing.prompts)] <= model.dense_up_to).to(model.device)
+    dense = to_device(kv.prompt.lens[places] <= model.dense_up_to, model.device)
     of_prompts = torch.where(dense.unsqueeze(1), everything, of_prompts)
     start = DraftStart(
         hidden=torch.cat([model.cp.unshard_rows(hidden[:own], plan.prompt, ends), hidden[last]]),
         selected=torch.cat([of_prompts, selected[last]]),
         positions=at,
-        tables=_join(kv.prompt.tables[list(continuing.prompts)], kv.decode.tables),
+        tables=_join(kv.prompt.tables[to_device(places, model.device)], kv.decode.tables),
     )
     split = result.split.decode_pass(len(at))
-    return continue_drafts(model, kv.cache, split, start, sampling, draft_tokens=draft_tokens, most_likely=most_likely)
+    return continue_drafts(model, kv.cache, split, start, sampling, draft_tokens=draft_tokens)
 
 
 def draft_decode(
@@ -215,14 +219,12 @@ def draft_decode(
     rows: DecodeRows,
     hidden: Tensor,
     verified: Verified,
-    sampling: SamplingRows,
-    *,
-    most_likely: bool = False,
+    sampling: SamplingRows | None = None,
 ) -> Drafts:
     """`draft` behind `GLM53.decode_hidden`: R requests of k + 1 decode rows each, their data on the device.
 
     rows: those of the step, which hold the drafts of all requests, padding among them. hidden: what `decode_hidden`
-    gave for them. sampling: of the R requests. Collective; no sync, except with ep > 1, and capturable like
+    gave for them. sampling: as in `draft`. Collective; no sync, except with ep > 1, and capturable like
     `decode_hidden`.
 
     Raises ValueError unless the model has an MTP layer and each request more than one row, as many as the others.
@@ -236,7 +238,7 @@ def draft_decode(
     last = first + verified.accepted
     start = DraftStart(hidden[last], selected[last], rows.positions[last], rows.tables)
     split = split.decode_pass(requests)
-    return continue_drafts(model, cache, split, start, sampling, draft_tokens=each - 1, most_likely=most_likely)
+    return continue_drafts(model, cache, split, start, sampling, draft_tokens=each - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,10 +260,9 @@ def continue_drafts(
     cache: ContextParallelKV,
     split: StepSplit,
     start: DraftStart,
-    sampling: SamplingRows,
+    sampling: SamplingRows | None = None,
     *,
     draft_tokens: int,
-    most_likely: bool = False,
 ) -> Drafts:
     """k = ``draft_tokens`` drafts, the first from the given rows and the others by feeding back the MTP layer's output.
 
@@ -278,7 +279,7 @@ def continue_drafts(
         selected_slots(shared.ids, shared.positions, requests, start.tables, layout=layout, rank=rank)
     room = (start.tables >= 0).sum(1) * layout.virtual_block
     hidden = start.hidden
-    chosen = [_choose(model, hidden, sampling, start.positions + 2, most_likely)]
+    chosen = [_choose(model, hidden, sampling, start.positions + 2)]
     for step in range(1, draft_tokens):
         positions, slots = torch.where(start.positions < 0, -1, start.positions + step), no_slots
         if shared is None:
@@ -286,7 +287,7 @@ def continue_drafts(
             slots = model.kv.slot_mapping(positions, requests, start.tables)
         rows = DecodeRows(model.kv, positions, requests, start.tables, slots, per_request=1)
         hidden, _ = mtp_pass(model, cache.begin_decode(rows), split, hidden, chosen[-1][0], shared=shared)
-        chosen.append(_choose(model, hidden, sampling, start.positions + 2 + step, most_likely))
+        chosen.append(_choose(model, hidden, sampling, start.positions + 2 + step))
     tokens, probs = zip(*chosen, strict=True)
     kept = [p for p in probs if p is not None]
     return Drafts(torch.stack(tokens, dim=1), torch.stack(kept, dim=1) if kept else None)
@@ -300,11 +301,11 @@ def check_drafts(model: GLM53, draft_tokens: int) -> None:
 
 
 def _choose(
-    model: GLM53, hidden: Tensor, sampling: SamplingRows, positions: Tensor, most_likely: bool
+    model: GLM53, hidden: Tensor, sampling: SamplingRows | None, positions: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A draft of each row, and the distribution that it was drawn from."""
     logits = model.logits(hidden)
-    if most_likely or sampling.greedy:
+    if sampling is None or sampling.greedy:
         return logits.argmax(1), None
     probs = probabilities(logits, sampling)
     return draw(probs, sampling, positions, purpose=DRAFT), probs

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cptools.block_tables import BlockTables
 from cptools.cp_kv import ContextParallelKV, KVStep
+from cptools.host_copy import to_device
 from cptools.integers import require_int
 from cptools.step_plan import StepPlan, make_step_plan
 
@@ -82,23 +83,29 @@ class StepResult:
             raise ValueError(f"the step left its requests at {dict(self.lengths)} tokens, they are now at {now}")
 
 
-def check_ids(config: GLM53Config, name: str, token_ids: Sequence[int] | Tensor, context: int) -> list[int]:
-    """Token ids as Python ints; ValueError unless they are tokens that fit behind ``context`` positions."""
+def check_tokens(config: GLM53Config, name: str, token_ids: Sequence[int] | Tensor) -> list[int]:
+    """Token ids, or none, as Python ints; ValueError unless they are tokens."""
     ids: Sequence[int] = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
     if not hasattr(ids, "__len__"):
         raise ValueError(f"{name}={ids!r} must be a sequence of token ids")
-    if len(ids) == 0:
-        raise ValueError(f"{name} is empty")
     if any(type(token) is not int for token in ids):
         ids = [require_int(f"{name}: token id", token) for token in ids]
-    if min(ids) < 0 or max(ids) >= config.vocab_size:
+    if len(ids) and (min(ids) < 0 or max(ids) >= config.vocab_size):
         raise ValueError(f"{name} has token ids in [{min(ids)}, {max(ids)}], the vocabulary has {config.vocab_size}")
+    return list(ids)
+
+
+def check_ids(config: GLM53Config, name: str, token_ids: Sequence[int] | Tensor, context: int) -> list[int]:
+    """Token ids as Python ints; ValueError unless they are tokens that fit behind ``context`` positions."""
+    ids = check_tokens(config, name, token_ids)
+    if not ids:
+        raise ValueError(f"{name} is empty")
     if context + len(ids) > config.max_position_embeddings:
         raise ValueError(
             f"{name} needs {context + len(ids)} positions, {len(ids)} for its ids and {context} for others; "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
-    return list(ids)
+    return ids
 
 
 def check_requests(
@@ -133,8 +140,8 @@ def plan_step(
 
 
 def local_ids(model: GLM53, plan: StepPlan, ids: Sequence[int]) -> Tensor:
-    """int64 [local rows] out of a step's ids, prompts packed and then decode rows."""
-    return local_rows(model, plan, torch.tensor(ids, dtype=torch.int64, device=model.device))
+    """int64 [local rows] out of a step's ids, prompts packed and then decode rows. Local, no sync."""
+    return local_rows(model, plan, to_device(torch.tensor(ids, dtype=torch.int64), model.device))
 
 
 def local_rows(model: GLM53, plan: StepPlan, packed: Tensor) -> Tensor:

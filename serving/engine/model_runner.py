@@ -12,7 +12,8 @@ and writes into a row of its own. Greedy, drawn and truncated sampling have grap
 of different widths, since scoring costs launches by the width.
 
 With drafts a request gets 1 to k + 1 tokens a step, and how many stays on the device until a ticket is read. Until then
-the cache's lengths count all of them, so pages suffice for whatever comes.
+the cache's lengths count all of them, so pages suffice for whatever comes. Where such a count would refuse a step, the
+tickets are read first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from cptools.host_copy import to_device
 from cptools.integers import require_int
-from cptools.kernels.sampling import Sampling, SamplingRows, sample
+from cptools.kernels.sampling import Sampling, sample
+from cptools.page_allocator import PoolExhausted
 from cptools.spans import Span, no_span
 from cptools.step_rows import DecodeRows
 
@@ -59,20 +62,27 @@ class ModelRunner(Generic[Cache, Result]):
             ticket.tokens()                                # of the step before, while this one runs
             ticket = following
 
+    It knows no end of a text: who reads the tickets closes a request behind its last token, and drops what steps that
+    were launched by then bring for it.
+
     Args:
         model, cache: of one rank; all ranks of an engine make the same calls.
         max_requests: open at once.
-        max_tokens: most cached tokens of a request, at most the model's positions.
+        max_tokens: most cached tokens of a request, at most the model's positions. A request takes at most
+            ``pages(max_tokens + draft_tokens)`` pages of the cache's layout, since drafts may stand behind its last
+            token, and its last step may bring more tokens than have room.
         draft_tokens: drafts k of the model that are verified with each token.
         logprobs: bring the log-probability of each token, and the n most likely ones; None for neither.
-        batch_sizes: decoding requests that graphs are captured for; a batch takes the smallest that holds it.
+        batch_sizes: decoding requests that graphs are captured for; a batch takes the smallest that holds it, and none
+            may be larger than the last.
         table_blocks: widths of block tables, in pages, that graphs are captured for.
         graphs: capture decode; None where the model allows. False calls the same functions on the same buffers.
         steps_ahead: steps that the host may launch before it must have read the first one's tokens.
         span: what the parts of a step run in, such as `cptools.spans.nvtx_span`.
 
     Raises:
-        ValueError: sizes that do not fit, or graphs=True for a model that can not be captured.
+        ValueError: sizes that do not fit, graphs=True for a model that can not be captured, drafts of a model that
+            makes none, or another model's cache.
     """
 
     def __init__(
@@ -93,8 +103,9 @@ class ModelRunner(Generic[Cache, Result]):
         require_int("max_requests", max_requests, minimum=1)
         require_int("steps_ahead", steps_ahead, minimum=1)
         require_int("draft_tokens", draft_tokens, minimum=0)
-        if logprobs is not None:
-            require_int("logprobs", logprobs, minimum=0)
+        model.check_engine(cache, draft_tokens)
+        if logprobs is not None and require_int("logprobs", logprobs, minimum=0) > model.vocab_size:
+            raise ValueError(f"logprobs={logprobs} is more than the vocabulary, {model.vocab_size}")
         if not 1 <= require_int("max_tokens", max_tokens) <= model.max_positions:
             raise ValueError(f"max_tokens={max_tokens} is outside [1, {model.max_positions}], the model's positions")
         if graphs and not model.capturable:
@@ -115,7 +126,7 @@ class ModelRunner(Generic[Cache, Result]):
         self._ring = HostRing(
             steps_ahead,
             staging=self._inputs[self.batch_sizes[-1]].buffer.numel(),
-            rows=2 * max_requests,
+            rows=max_requests,
             answers=self._answers,
             device=device,
             arrived=self._arrived,
@@ -129,8 +140,12 @@ class ModelRunner(Generic[Cache, Result]):
     def open(self, sampling: Sampling | None = None, *, prefix: Sequence[int] = (), own: Sequence[int] = ()) -> int:
         """A new request, without tokens or with those in the pages ``prefix``: its prompt goes on behind them.
 
-        It takes over a user of each page (`BlockTables.open`). Raises ValueError if ``max_requests`` are open.
+        It takes over a user of each page (`BlockTables.open`). Requests of the same settings draw with the same random
+        numbers: ``Sampling.request`` tells them apart. Raises ValueError, changing nothing, if ``max_requests`` are
+        open.
         """
+        if not isinstance(sampling, Sampling | None):
+            raise ValueError(f"sampling={sampling!r} is no Sampling")
         if not self._free:
             raise ValueError(f"max_requests={self.state.capacity} requests are open")
         request = self.cache.open(prefix, own)
@@ -166,24 +181,32 @@ class ModelRunner(Generic[Cache, Result]):
         its first token. following: with drafts, the next prompt token of each of the others. decodes: requests that
         have a token get what follows it; the host need not know it yet. Collective as the model's steps, prompts first.
 
-        No sync for decodes, except for the first step of a shape, which is captured (`warm_up`), and where more than
-        ``steps_ahead`` tickets were not read. With drafts all ranks must read the tickets of the same steps.
+        Does not wait for steps in flight, except for the first step of a shape, which is captured (`warm_up`), where
+        more than ``steps_ahead`` tickets were not read, with drafts where `max_tokens` or the pages suffice only if
+        fewer were accepted than may be, and in collectives of the model that say so. With drafts all ranks must read
+        the tickets of the same steps.
 
         Replicas in lockstep (dp > 1 and ep > 1) all take a step, those without work with no prompts and no decodes.
 
-        Raises ValueError and PoolExhausted, on all ranks alike, before any change but that of reserved pages; also
-        ValueError if another replica refused.
+        Raises ValueError and PoolExhausted, on all ranks alike, before any change but that of reserved pages, and with
+        drafts that tickets are read; also ValueError if another replica refused.
         """
         prompts = prompts or {}
         lengths, each = self.cache.lengths, self.draft_tokens + 1
         with self.model.checks():
             self._check(prompts, ending, following or {}, decodes)
             new = {request: len(ids) for request, ids in prompts.items()} | dict.fromkeys(decodes, each)
-            self.cache.tables.reserve({request: lengths[request] + count for request, count in new.items()})
+            try:
+                self._reserve(new)
+            except PoolExhausted:
+                if not self._catch_up():
+                    raise
+                self._reserve(new)
         staging, landing = self._ring.take()
         first: list[int] = []
         if prompts or self.model.lockstep:
-            first = [request for request in prompts if request in set(ending)]
+            ends = set(ending)
+            first = [request for request in prompts if request in ends]
             with self.span("prompts"):
                 result = self.model.step(self.cache, prompts=prompts)
                 answers = self._first_tokens(result, prompts, first, following or {})
@@ -198,14 +221,22 @@ class ModelRunner(Generic[Cache, Result]):
         self._decoding.update(first)
         return self._ring.launched(first, decodes)
 
-    def warm_up(self, *, greedy: bool = True, truncated: bool = False, blocks: int | None = None) -> None:
-        """Capture the graphs of all batch sizes, for tables of ``blocks`` pages (the widest by default). Waits.
+    def warm_up(
+        self, *, greedy: bool = True, drawn: bool = False, truncated: bool = False, blocks: int | None = None
+    ) -> None:
+        """Capture the graphs of all batch sizes, for tables of ``blocks`` pages (the widest by default).
 
-        Graphs that are not warmed up are captured when a step first needs them.
+        greedy: for batches of greedy requests alone. drawn: for those with others, none of which has top_k or top_p.
+        truncated: for those where one has. Graphs that are not warmed up are captured when a step first needs them.
+
+        Waits. Collective as the decode steps that are captured, so that all ranks of an engine ask for the same ones.
+        Does nothing where nothing is captured.
         """
-        width = self.table_blocks[-1] if blocks is None else self._width(blocks)
+        width = self.table_blocks[-1] if blocks is None else self._width(require_int("blocks", blocks, minimum=1))
+        kinds = [(True, False)] * greedy + [(False, False)] * drawn + [(False, True)] * truncated
         for size in reversed(self.batch_sizes):  # the largest first: the others fit in its memory
-            self._ensure(_Shape(size, width, greedy, truncated and not greedy))
+            for is_greedy, is_truncated in kinds:
+                self._ensure(_Shape(size, width, is_greedy, is_truncated))
 
     def _check(
         self,
@@ -215,24 +246,43 @@ class ModelRunner(Generic[Cache, Result]):
         decodes: Sequence[int],
     ) -> None:
         self._check_open([*prompts, *decodes])
+        if odd := [request for request, ids in prompts.items() if not hasattr(ids, "__len__")]:
+            raise ValueError(f"requests {odd} must be given sequences of token ids")
         if len(set(decodes)) != len(decodes) or prompts.keys() & set(decodes):
             raise ValueError(f"a request stands twice in prompts {sorted(prompts)} and decodes {list(decodes)}")
         if len(decodes) > self.batch_sizes[-1]:
             raise ValueError(f"{len(decodes)} requests decode, batch_sizes end at {self.batch_sizes[-1]}")
         if others := set(ending) - prompts.keys():
             raise ValueError(f"requests {sorted(others)} are ending, but have no prompt in this step")
-        if self.draft_tokens and (lacking := prompts.keys() - set(ending) - following.keys()):
+        going_on = prompts.keys() - set(ending)
+        if self.draft_tokens and (lacking := going_on - following.keys()):
             raise ValueError(f"draft_tokens={self.draft_tokens} needs the token following the chunks of {lacking}")
+        if others := following.keys() - going_on:
+            raise ValueError(f"requests {sorted(others)} are given a following token, but no chunk that it follows")
+        for request, token in following.items():
+            if not 0 <= require_int(f"request {request}: following", token) < self.model.vocab_size:
+                raise ValueError(f"request {request}: following={token}, the vocabulary has {self.model.vocab_size}")
         if early := [request for request in decodes if request not in self._decoding]:
             raise ValueError(f"requests {early} have no token to decode from: their prompts did not end")
         if again := [request for request in prompts if request in self._decoding]:
             raise ValueError(f"requests {again} decode already, and were given prompt tokens")
-        for request, count in ({r: len(ids) for r, ids in prompts.items()} | dict.fromkeys(decodes, 1)).items():
-            if self.cache.lengths[request] + count > self.max_tokens:
-                raise ValueError(
-                    f"request {request} would have {self.cache.lengths[request] + count} cached tokens (all drafts of "
-                    f"steps counted whose tickets were not read), max_tokens={self.max_tokens}"
-                )
+        least = {request: len(ids) for request, ids in prompts.items()} | dict.fromkeys(decodes, 1)
+        if (beyond := self._beyond(least)) and self._catch_up():
+            beyond = self._beyond(least)
+        if beyond:
+            raise ValueError(f"requests would have {beyond} cached tokens, max_tokens={self.max_tokens}")
+
+    def _beyond(self, new: Mapping[int, int]) -> dict[int, int]:
+        """Lengths of the requests that so many new tokens would make too long."""
+        after = {request: self.cache.lengths[request] + count for request, count in new.items()}
+        return {request: length for request, length in after.items() if length > self.max_tokens}
+
+    def _reserve(self, new: Mapping[int, int]) -> None:
+        self.cache.tables.reserve({request: self.cache.lengths[request] + count for request, count in new.items()})
+
+    def _catch_up(self) -> bool:
+        """Wait until the lengths are those on the device; whether they changed."""
+        return self.draft_tokens > 0 and self._ring.read()
 
     def _check_open(self, requests: Sequence[int]) -> None:
         if closed := [request for request in requests if request not in self._rows]:
@@ -241,19 +291,19 @@ class ModelRunner(Generic[Cache, Result]):
     def _first_tokens(
         self, result: Result, prompts: Mapping[int, Sequence[int]], ending: Sequence[int], following: Mapping[int, int]
     ) -> Tensor:
-        """Sample the first tokens of prompts that end, and put their rows on the device: their answers. Copies to the
-        device."""
+        """Sample the first tokens of prompts that end, and put their rows on the device: their answers. No sync."""
         device, rows = self.model.device, [self._rows[request] for request in ending]
-        places = [list(prompts).index(request) for request in ending]
+        place_of = {request: place for place, request in enumerate(prompts)}
+        places = [place_of[request] for request in ending]
         tokens = torch.empty(0, dtype=torch.int64, device=device)
         answers = tokens.view(0, self._answers.width)
         if ending:
-            lengths = torch.tensor([self.cache.lengths[request] for request in ending]).to(device)
-            settings = SamplingRows.of([self._settings[request] for request in ending], device)
-            logits = self.model.last_logits(result)[torch.tensor(places).to(device)]
-            tokens = sample(logits, settings, lengths)
+            lengths = to_device(torch.tensor([self.cache.lengths[request] for request in ending]), device)
+            where = to_device(torch.tensor(rows), device)
+            greedy, truncated = self._kind(ending)
+            logits = self.model.last_logits(result)[to_device(torch.tensor(places), device)]
+            tokens = sample(logits, self.state.sampling(where, greedy=greedy, truncated=truncated), lengths)
             answers = self._answers.encode(tokens.unsqueeze(1), logits.unsqueeze(1))
-            where = torch.tensor(rows).to(device)
             self.state.tokens[where] = tokens
             self.state.lengths[where] = lengths
             self.state.write_tables(rows, self.cache.tables.table(ending))
@@ -272,15 +322,15 @@ class ModelRunner(Generic[Cache, Result]):
                 self.cache.lengths[request] -= self.draft_tokens + 1 - len(new)
 
     def _shape(self, decodes: Sequence[int]) -> _Shape:
-        drawing = [s for request in decodes if (s := self._settings[request]).temperature > 0]
+        greedy, truncated = self._kind(decodes)
         size = self.batch_sizes[bisect_left(self.batch_sizes, len(decodes))]
         longest = max((self.cache.lengths[request] for request in decodes), default=0) + self.draft_tokens + 1
-        return _Shape(
-            size,
-            self._width(self.cache.kv.kv.layout.pages(longest)),
-            greedy=not drawing,
-            truncated=any(s.top_k > 0 or s.top_p < 1 for s in drawing),
-        )
+        return _Shape(size, self._width(self.cache.kv.kv.layout.pages(longest)), greedy, truncated)
+
+    def _kind(self, requests: Sequence[int]) -> tuple[bool, bool]:
+        """Whether all requests are greedy, and whether one that is not is truncated."""
+        drawing = [s for request in requests if (s := self._settings[request]).temperature > 0]
+        return not drawing, any(s.top_k > 0 or s.top_p < 1 for s in drawing)
 
     def _width(self, blocks: int) -> int:
         if blocks > self.table_blocks[-1]:
@@ -334,8 +384,10 @@ class ModelRunner(Generic[Cache, Result]):
 
 
 def _steps(name: str, given: Iterable[int] | None, most: int, usual: Sequence[int]) -> list[int]:
-    """Ascending sizes that end at ``most`` at the least."""
-    sizes = sorted({n for n in usual if n < most} | {most} if given is None else set(given))
-    if not sizes or require_int(name, sizes[0], minimum=1) < 1 or (sizes[-1] < most and name == "table_blocks"):
+    """Sizes in ascending order, usual ones that end at ``most`` by default. Given ones of tables must reach it; of
+    batches they need not, and no larger batch decodes then."""
+    chosen = [*(n for n in usual if n < most), most] if given is None else given
+    sizes = sorted({require_int(name, n, minimum=1) for n in chosen})
+    if not sizes or (sizes[-1] < most and name == "table_blocks"):
         raise ValueError(f"{name}={sizes} must be sizes >= 1 that reach {most}")
     return sizes

@@ -45,6 +45,13 @@ class PagedModel(Protocol[Cache, Result]):
         """Longest sequence."""
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens are 0 .. vocab_size - 1."""
+
+    def check_engine(self, cache: Cache, draft_tokens: int) -> None:
+        """ValueError unless steps can go over this cache and make so many drafts of a request, 0 for none. Local."""
+
+    @property
     def capturable(self) -> bool:
         """Whether what decodes (`decode_hidden`, `logits`, `decode_round`) may be captured in a CUDA graph here."""
 
@@ -69,12 +76,12 @@ class PagedModel(Protocol[Cache, Result]):
         """[T, D] -> float32 [T, vocab]."""
 
     def draft_prompts(
-        self, result: Result, following: Sequence[int], ending: Sequence[int], tokens: Tensor, draft_tokens: int
+        self, result: Result, next_ids: Sequence[int], ending: Sequence[int], tokens: Tensor, draft_tokens: int
     ) -> Tensor:
         """Drafts int64 [E, k] behind the first tokens int64 [E] of prompts that end in a step, ``ending`` their places.
 
-        following: of each prompt token of the step the one that follows it; what it says of the last one of an ending
-        prompt does not matter. Called for every step of prompts, also where none ends. Only with k > 0.
+        next_ids: for each prompt token of the step, packed, the token that follows it; for the last one of an ending
+        prompt any token. Called for every step of prompts, also where none ends. Only with k > 0.
         """
 
     def decode_round(

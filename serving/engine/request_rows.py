@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cptools.host_copy import to_device
 from cptools.kernels.sampling import Sampling, SamplingRows
 
 
@@ -50,10 +51,10 @@ class RequestRows:
         self.blocks_known[row] = 0
 
     def write_tables(self, rows: Sequence[int], tables: Tensor) -> None:
-        """Whole tables of some rows, int64 [n, <= blocks] on the host. Copies to the device."""
+        """Whole tables of some rows, int64 [n, <= blocks] on the host. No sync."""
         held = (tables >= 0).sum(1).tolist()
         padded = torch.nn.functional.pad(tables, (0, self.tables.shape[1] - tables.shape[1]), value=-1)
-        self.tables[torch.tensor(rows, device=self.device)] = padded.to(self.device)
+        self.tables[to_device(torch.tensor(rows), self.device)] = to_device(padded, self.device)
         for row, count in zip(rows, held, strict=True):
             self.blocks_known[row] = count
 

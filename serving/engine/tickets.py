@@ -29,9 +29,14 @@ class StepTicket:
         self._tokens: dict[int, list[int]] | None = None
         self._logprobs: dict[int, list[TokenLogprob]] = {}
 
+    @property
+    def was_read(self) -> bool:
+        """Whether the tokens were asked for before."""
+        return self._tokens is not None
+
     def ready(self) -> bool:
         """Whether `tokens` would not wait."""
-        return self._tokens is not None or self._event is None or self._event.query()
+        return self.was_read or self._event is None or self._event.query()
 
     def tokens(self) -> dict[int, list[int]]:
         """New tokens of each request. Waits for the step; a caller that launches the next one first loses no time."""
@@ -42,12 +47,12 @@ class StepTicket:
             self._tokens = dict(zip(self.requests, tokens, strict=True))
             self._logprobs = dict(zip(self.requests, logprobs, strict=True))
             self._arrived({request: self._tokens[request] for request in self._decoded})
-        return self._tokens
+        return {request: list(tokens) for request, tokens in self._tokens.items()}
 
     def logprobs(self) -> dict[int, list[TokenLogprob]]:
         """Of the new tokens of each request; empty lists unless the runner was asked for them. Waits as `tokens`."""
         self.tokens()
-        return self._logprobs
+        return {request: list(entries) for request, entries in self._logprobs.items()}
 
 
 class HostRing:
@@ -85,6 +90,13 @@ class HostRing:
         if ticket is not None:
             ticket.tokens()
         return self._staging[self._next], self._landing[self._next]
+
+    def read(self) -> bool:
+        """Read the tickets of all steps launched so far; whether there were any to be read. Waits for them."""
+        unread = [ticket for ticket in self._tickets if ticket is not None and not ticket.was_read]
+        for ticket in unread:
+            ticket.tokens()
+        return bool(unread)
 
     def launched(self, first: Sequence[int], decoded: Sequence[int]) -> StepTicket:
         """The ticket of the step that the buffers were taken for, once all its work is on the current stream.

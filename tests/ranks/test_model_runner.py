@@ -61,7 +61,7 @@ def _replica(rank: int, world_size: int, path: str, draft_tokens: int) -> tuple[
     with ParallelGroups.from_world(ParallelConfig(dp=2, ep=2)) as groups:
         model = GLM53.from_pretrained(path, parallel=groups)
         runner = ModelRunner(
-            model, model.new_cache(12), max_requests=2, max_tokens=200, batch_sizes=[2], draft_tokens=draft_tokens
+            model, model.new_cache(12), max_requests=3, max_tokens=200, batch_sizes=[2], draft_tokens=draft_tokens
         )
         prompts = random_prompts(LENGTHS, TINY.vocab_size)[2 * rank : 2 * rank + 2]
         requests = [runner.open() for _ in prompts]
@@ -79,6 +79,12 @@ def _replica(rank: int, world_size: int, path: str, draft_tokens: int) -> tuple[
             runner.step(prompts={99: [1]} if rank else {})
         except ValueError as error:
             message = str(error)
+        # Nor where the token is wrong that follows a chunk, which only the layer that drafts would see.
+        new = runner.open() if rank else None
+        try:
+            runner.step(prompts={new: [1, 2]} if rank else {}, following={new: 9999} if rank else {})
+        except ValueError as error:
+            message += str(error)
         return dict(enumerate(got.values(), 2 * rank)), message
 
 
@@ -89,5 +95,6 @@ def test_replicas_that_share_experts_step_together(tiny: Path, draft_tokens: int
     for number, tokens in {**first, **second}.items():
         assert len(tokens) >= (9, 9, 4, 4)[number]
         assert tokens[:30] == want[number][: len(tokens)]
-    assert "replicas [1] of 2 refused" in told
+    assert told.count("replicas [1] of 2 refused") == 2
+    assert "following=9999, the vocabulary has" in refused
     assert "requests [99] are not open" in refused

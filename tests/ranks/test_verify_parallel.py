@@ -101,7 +101,8 @@ def test_ranks_with_drafts_equal_one_rank_without(tmp_path):
     assert (report["max_logit_diff"], report["max_decode_logit_diff"], report["topk_mismatches"]) == (0.0, 0.0, 0)
     assert (report["greedy_equal"], report["kv_split_even"]) == (True, True)
     gained = [(1 + j) * count for j, count in enumerate(report["accepted_drafts"])]
-    assert sum(gained) == 4 * verify_parallel.DECODE_STEPS
+    # The last round of a prompt may accept drafts behind its last token.
+    assert 0 <= sum(gained) - 4 * verify_parallel.DECODE_STEPS <= 4 * 3
     assert report["mean_acceptance_length"] == sum(gained) / sum(report["accepted_drafts"]) > 1
 
 

@@ -69,7 +69,10 @@ def test_every_request_gets_the_tokens_of_decoding_it_alone(model: GLM53, want, 
             unread.append(runner.step(prompts=chunks, ending=ending, following=following, decodes=decodes))
         except PoolExhausted:
             exhausted += 1
-            assert runner.cache.lengths == before
+            # Tickets may have been read, to see whether fewer drafts were accepted than the pages must suffice for.
+            assert runner.cache.lengths.keys() == before.keys()
+            late = {request: before[request] - length for request, length in runner.cache.lengths.items()}
+            assert all(0 <= rows <= k * len(unread) for rows in late.values())
             victim = rng.choice(list(number))
             runner.close(victim)
             del number[victim]

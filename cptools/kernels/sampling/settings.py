@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from ...host_copy import to_device
 from ...integers import require_int
 from ..arguments import ANY, check_one_device, check_tensor
 
@@ -86,16 +87,16 @@ class SamplingRows:
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> SamplingRows:
-        """One row a setting. Copies to the device. Raises ValueError on what is no `Sampling`."""
+        """One row a setting. Local, no sync. Raises ValueError on what is no `Sampling`."""
         if wrong := [s for s in settings if not isinstance(s, Sampling)]:
             raise ValueError(f"sampling settings must be Sampling, got {wrong[0]!r}")
         drawing = [s for s in settings if s.temperature > 0]
+        columns = {
+            name: to_device(torch.tensor([getattr(s, name) for s in settings], dtype=dtype), device)
+            for name, dtype in _COLUMNS.items()
+        }
         return cls(
-            torch.tensor([s.temperature for s in settings], dtype=torch.float32, device=device),
-            torch.tensor([s.top_k for s in settings], dtype=torch.int64, device=device),
-            torch.tensor([s.top_p for s in settings], dtype=torch.float32, device=device),
-            torch.tensor([s.seed for s in settings], dtype=torch.int64, device=device),
-            torch.tensor([s.request for s in settings], dtype=torch.int64, device=device),
+            **columns,
             greedy=not drawing,
             truncated=any(s.top_k > 0 or s.top_p < 1 for s in drawing),
         )
