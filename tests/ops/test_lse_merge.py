@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -106,6 +106,7 @@ def test_weights_do_not_suffer_from_a_large_lse() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.integers(0, 2**32 - 1))
+@example([0, 0, 1, 2, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0], 11142440)
 @settings(max_examples=60, deadline=None)
 def test_merge_of_any_split_is_dense_attention(owner, seed) -> None:
     """Key s goes to part owner[s]; parts without keys hold NaN."""
@@ -116,7 +117,9 @@ def test_merge_of_any_split_is_dense_attention(owner, seed) -> None:
     parts = [attention(scores[..., owner == p], values[owner == p], garbage=NAN) for p in range(4)]
     dense = attention(scores, values)
     for merged in (merge_partials(parts), merge_partials([merge_partials(parts[:2]), merge_partials(parts[2:])])):
-        torch.testing.assert_close(merged.out, dense.out, rtol=1e-6, atol=1e-6)
+        # Each of two merges weighs by lse that float32 rounded, which moves a weight by that much of itself.
+        rounding = 4 * 2**-24 * dense.lse.abs().max().item() * values.abs().max().item()
+        torch.testing.assert_close(merged.out, dense.out, rtol=1e-6, atol=1e-6 + rounding)
         torch.testing.assert_close(merged.lse, dense.lse, rtol=1e-6, atol=1e-6)
 
 
