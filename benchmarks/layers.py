@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_timing import graph_time_us
 from benchmarks.layer_floors import PARTS, Work, part_floors
 from benchmarks.span_timer import SpanTimer
 from cptools import LoadBalancedCPShard, RoundRobinKVShard
@@ -147,7 +148,7 @@ def measure_decode(model: GLM53, cache: EngineCache, batch: int, context: int) -
         rows = DecodeRows.of_buffers(model.kv, lens, tables, per_request=1)
         model.decode_hidden(cache.kv, rows, ids)
 
-    plain = _graph_time_us(step)
+    (plain,) = graph_time_us(step, launches=1, rounds=1)
     timer = SpanTimer(graph=True)
     model.span = timer
     graph = _capture(step)
@@ -188,25 +189,6 @@ def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         run()
     return graph
-
-
-def _graph_time_us(run: Callable[[], None]) -> float:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = _capture(run)
-    times = []
-    for _ in range(20):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(1e3 * start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def line(row: Mapping[str, object]) -> str:

@@ -16,6 +16,7 @@ from .formats import FP8, SCALE_BLOCK
 from .kernels.impl import triton_obstacle
 from .kernels.index_query import fp8_query, rotated_query
 from .kernels.indexer_topk import IndexKeys, indexer_topk, indexer_topk_fp8
+from .kernels.indexer_topk.chunks import by_position
 from .kernels.kv_gather import unpack_rows
 from .kernels.paged_topk import paged_topk
 from .kernels.rowwise import RopeAngles
@@ -151,7 +152,7 @@ class LayerContext:
         if self._keys is None:
             raise ValueError(f"layer {self.layer}: the context was left")
         query = self.cache.index.round_query(query)
-        return _ascending(indexer_topk(query, weights, self._keys, key_starts=starts, kv_lens=lens, k=k)[0])
+        return by_position(*indexer_topk(query, weights, self._keys, key_starts=starts, kv_lens=lens, k=k))[0]
 
     def _locate(self, request_ids: Tensor, selection: Selection) -> None:
         """From positions of decode rows to slots of this rank's pages, in place."""
@@ -203,10 +204,3 @@ class LayerContext:
 
 def _on_gpu(x: Tensor) -> bool:
     return triton_obstacle(x.device) is None
-
-
-def _ascending(positions: Tensor) -> Tensor:
-    """Positions [T, k] with -1 for none -> ascending, then -1: one order of summation for one set."""
-    last = torch.iinfo(torch.int64).max
-    ordered = torch.sort(torch.where(positions < 0, last, positions), dim=1).values
-    return torch.where(ordered == last, -1, ordered)
