@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cptools.kernels import expert_routing
 from cptools.kernels.expert_routing import choose_expert_routing, combine, group_by_expert, route
 
 
@@ -61,3 +62,20 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"slots \[3, 2\], gates \[3, 3\]"):
         combine(torch.zeros(6, 5), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 3))
     assert choose_expert_routing(torch.zeros(1), experts=2, k=1).fallback_reason == "triton: tensors are on cpu"
+
+
+def test_the_kernel_gets_scores_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the bias by its address and rows of logits by one stride: every other column was read as the next."""
+    kernels = pytest.importorskip("cptools.kernels.expert_routing.triton", reason="the kernels need triton")
+    monkeypatch.setattr(expert_routing, "triton_obstacle", lambda device: None)
+
+    def route(logits, bias, k, normalise, scaling):
+        assert logits.stride(1) == 1
+        assert bias.is_contiguous()
+        return expert_routing.reference.route(logits, bias, k=k, normalise=normalise, scaling=scaling)
+
+    monkeypatch.setattr(kernels, "route", route)
+    logits, bias = torch.randn(5, 32)[:, ::2], torch.randn(16, 2)[:, 0]
+    got = expert_routing.route(logits, bias, k=3, impl="triton")
+    want = expert_routing.route(logits.clone(), bias.clone(), k=3, impl="reference")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arguments import is_aligned
 from ..impl import Choice, choose, triton_obstacle
 from . import reference
 from .matrix import BLOCK, BlockFP8, dequantise_blocks, quantise_blocks, scale_shape
@@ -106,7 +107,7 @@ def choose_block_fp8_linear(
     gluon = triton_obstacle(weight.device)
     if gluon is None and columns % BLOCK:
         gluon = f"rows are {columns} wide, not a multiple of {BLOCK}"
-    if gluon is None and any(not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
+    if gluon is None and any(not t.is_contiguous() or not is_aligned(t, 16) for t in tensors):
         gluon = "rows or matrix are strided or not aligned to 16 bytes"
     scaled_mm = gluon
     if scaled_mm is None and not hasattr(torch.nn.functional, "scaled_mm"):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cptools.kernels.impl import Choice, choose, triton_obstacle
 
+from ..arguments import dense, dense_rows
 from . import reference
 from .reference import Groups
 
@@ -31,7 +32,7 @@ def route(
     if choose_expert_routing(logits, experts=logits.shape[1], k=k, impl=impl).impl == "triton":
         from . import triton
 
-        experts, gates = triton.route(logits, bias, k, normalise, scaling)
+        experts, gates = triton.route(dense_rows(logits), dense(bias), k, normalise, scaling)
         return experts, gates
     return reference.route(logits, bias, k=k, normalise=normalise, scaling=scaling)
 
@@ -41,7 +42,7 @@ def group_by_expert(experts: Tensor, number: int, *, impl: str = "auto") -> Grou
     if choose_expert_routing(experts, experts=number, k=1, impl=impl).impl == "triton":
         from . import triton
 
-        return Groups(*triton.group_by_expert(experts.contiguous(), number))
+        return Groups(*triton.group_by_expert(dense(experts), number))
     return reference.group_by_expert(experts, number)
 
 
@@ -61,8 +62,7 @@ def combine(outputs: Tensor, slots: Tensor, gates: Tensor, *, impl: str = "auto"
     if choose_expert_routing(outputs, experts=1, k=slots.shape[1], impl=impl).impl == "triton":
         from . import triton
 
-        dense = outputs if outputs.stride(1) == 1 else outputs.contiguous()
-        combined: Tensor = triton.combine(dense, slots.contiguous(), gates.contiguous())
+        combined: Tensor = triton.combine(dense_rows(outputs), dense(slots), dense(gates))
         return combined
     return reference.combine(outputs, slots, gates)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cptools.kernels.impl import Choice, choose, triton_obstacle
 
+from ..arguments import is_aligned
 from ..block_fp8 import BLOCK, BlockFP8
 from . import reference
 
@@ -24,11 +25,10 @@ def dense_swiglu(x: Tensor, gate_up: Weight, down: Weight, *, impl: str = "auto"
     `BlockFP8`; `choose_dense_swiglu` says what would run.
     """
     _check(x, gate_up, down, stack=0)
-    if choose_dense_swiglu(x, gate_up, down, impl=impl).impl == "gluon":
+    chosen = choose_dense_swiglu(x, gate_up, down, impl=impl).impl
+    if chosen == "gluon" and isinstance(gate_up, BlockFP8) and isinstance(down, BlockFP8):
         from . import gluon
 
-        assert isinstance(gate_up, BlockFP8)
-        assert isinstance(down, BlockFP8)
         weights = (gate_up.values, gate_up.scales, down.values, down.scales)
         out: Tensor = gluon.dense_swiglu_fp8(x, *weights)
         return out
@@ -107,7 +107,7 @@ def _obstacle(x: Tensor, gate_up: Weight, down: Weight) -> str | None:
         return f"rows are {columns} wide, not a multiple of {step}, or experts {width}, not one of {BLOCK}"
     if experts > 1024:
         return f"{experts} experts are more than 1024"
-    if any(not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
+    if any(not t.is_contiguous() or not is_aligned(t, 16) for t in tensors):
         return "rows or matrices are strided or not aligned to 16 bytes"
     return None
 

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..arguments import aligned
 from .triton import FIELDS, TILE_ROWS
 
 LINE_BYTES = 128
@@ -326,6 +327,7 @@ def product(
     which are returned. Nothing is written for a row of no tile.
     """
     outputs, depth = w.shape[-2:]
+    x, w = aligned(x, 16), aligned(w, 16)  # a trace chooses without addresses
     rows = x.shape[0]
     gated = out.shape[-1] != outputs
     fp8 = x_scales is not None
